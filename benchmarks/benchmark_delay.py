@@ -26,7 +26,8 @@ Tasks
   transformer  two causal blocks on the bytes of Python's standard library's sources; accuracy is that of the next byte
 Kinds, --kinds: labels of a strategy with, behind colons, arguments of its constructor, that is `pipe:3` or
   `pipe:pipeline_width=3`, `dts:20:12`, `canary:bsp`, `hop:ring`, `shat:mixing=0.33`, `pipe:2:compensation=none`.
-  synchronous  PipeSGDStrategy(pipeline_width=1), with which all are compared
+  synchronous  PipeSGDStrategy(pipeline_width=1, codec=None, algorithm="mesh"), with which all are compared
+  auto         PipeSGDStrategy()
   hop, pipe, dts, canary, shat   the strategies (shat with one server more, on a host of its own)
   ddp, mirrored                  PyTorch and tf_keras, in time only
 Ranks, --ranks: with "slow" the last rank is ten times slower than the others, whose computation is emulated: asleep.
@@ -55,6 +56,7 @@ from hop_tf.testing import network
 _KINDS = [
     SYNCHRONOUS,
     "hop",
+    "auto",
     "pipe",
     "pipe:3",
     "pipe:4",

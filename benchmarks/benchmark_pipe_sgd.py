@@ -290,7 +290,7 @@ def _print_accuracies(task: str) -> None:
     for seed in range(_SEEDS.value):
         case = {
             "experiment": "accuracy",
-            "settings": [{"pipeline_width": width, "codec": codec} for _, width, codec in kinds],
+            "settings": [{"pipeline_width": width, "codec": codec, "algorithm": "mesh"} for _, width, codec in kinds],
             "task": task,
             "warmup_epochs": _WARMUP_EPOCHS.value,
             "cifar10": _CIFAR10.value,

@@ -42,7 +42,7 @@ _CANDIDATES = flags.DEFINE_list(
 
 # Ranks begin at different times; who need not wait for others feels that for as many steps as it may be ahead of them.
 _WARMUP_STEPS = 16
-_SYNCHRONOUS = "PipeSGDStrategy(pipeline_width=1)"
+_SYNCHRONOUS = "PipeSGDStrategy(pipeline_width=1, codec=None, algorithm='mesh')"
 # A server waits for workers that are still at the candidates before.
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=900)
 _STRATEGIES = {

@@ -135,7 +135,8 @@ def _run(
 
 
 def _setting(width: int, compensation: str, num_updates: int = 1) -> tuple[Mapping, int]:
-    return {"pipeline_width": width, "compensation": compensation}, num_updates
+    settings = {"pipeline_width": width, "compensation": compensation, "codec": None, "algorithm": "mesh"}
+    return settings, num_updates
 
 
 def _print_times(optimizer: str) -> None:

@@ -47,7 +47,7 @@ def _time(case: Mapping, rank: int, turn: int, *, is_alone: bool, **settings) ->
     workers = [case["addresses"][turn][rank]] if is_alone else case["addresses"][turn]
     task = {"type": "worker", "index": 0 if is_alone else rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
-    strategy = hop_tf.PipeSGDStrategy(**settings)
+    strategy = hop_tf.PipeSGDStrategy(codec=None, algorithm="mesh", **settings)
     with strategy.scope():
         layers = [keras.layers.Dense(case["width"], activation="relu") for _ in range(_NUM_LAYERS)]
         model = keras.Sequential([keras.Input((case["width"],)), *layers])

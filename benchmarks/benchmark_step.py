@@ -42,11 +42,13 @@ import results
 from absl import app, flags
 
 KERAS, TORCH, DDP, TF_KERAS, MIRRORED = "keras", "torch", "ddp", "tf_keras", "mirrored"
+_PLAIN = {"codec": None, "algorithm": "mesh"}
 SHAT = "shat"  # Beside its workers there is a process that is the server.
 _STRATEGIES: Mapping[str, Callable] = {
     "pipe_sgd": lambda hop_tf: hop_tf.PipeSGDStrategy(),
-    "pipe_sgd_k1": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1),
-    "pipe_sgd_k1_continue": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1, on_peer_loss="continue"),
+    "pipe_sgd_k1": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1, **_PLAIN),
+    "pipe_sgd_k1_continue": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1, on_peer_loss="continue", **_PLAIN),
+    "pipe_sgd_k2": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=2, **_PLAIN),
     "dts": lambda hop_tf: hop_tf.DTSStrategy(),
     "hop": lambda hop_tf: hop_tf.HopStrategy(),
     "canary": lambda hop_tf: hop_tf.CanaryStrategy(),

@@ -30,9 +30,10 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds, after one to warm up.", low
 
 _MIRRORED = "MultiWorkerMirroredStrategy"
 _OURS = {
-    "D-Sync": {"pipeline_width": 1},
-    "Pipe-SGD": {"pipeline_width": 2},
-    "Pipe-SGD int8": {"pipeline_width": 2, "codec": "int8"},
+    "without arguments": {},
+    "D-Sync": {"pipeline_width": 1, "codec": None, "algorithm": "mesh"},
+    "Pipe-SGD": {"pipeline_width": 2, "codec": None, "algorithm": "mesh"},
+    "Pipe-SGD int8": {"pipeline_width": 2, "codec": "int8", "algorithm": "mesh"},
 }
 
 

@@ -25,6 +25,7 @@ import tensorflow as tf
 import hop_tf
 
 SYNCHRONOUS = "synchronous"
+_PLAIN = {"codec": None, "algorithm": "mesh"}
 OPTIMIZERS = ("sgd", "adamw")
 SCHEDULES = CONSTANT, COSINE = "constant", "cosine"
 ADAMW_RATE, MOMENTUM = 0.001, 0.9
@@ -48,9 +49,10 @@ class Kind:
 
 # For each name that a label begins with: the strategy, what is set, and the arguments that need not be named.
 _STRATEGIES: Mapping[str, tuple[Callable, Mapping[str, Any], Sequence[str]]] = {
-    SYNCHRONOUS: (hop_tf.PipeSGDStrategy, {"pipeline_width": 1}, ()),
+    SYNCHRONOUS: (hop_tf.PipeSGDStrategy, {"pipeline_width": 1, **_PLAIN}, ()),
+    "auto": (hop_tf.PipeSGDStrategy, {}, ()),
     "hop": (hop_tf.HopStrategy, {}, ("topology",)),
-    "pipe": (hop_tf.PipeSGDStrategy, {}, ("pipeline_width",)),
+    "pipe": (hop_tf.PipeSGDStrategy, {"pipeline_width": 2, **_PLAIN}, ("pipeline_width",)),
     "dts": (hop_tf.DTSStrategy, {}, ("delay", "interval")),
     "canary": (hop_tf.CanaryStrategy, {}, ("consistency",)),
     "shat": (hop_tf.SHATParameterServerStrategy, {}, ("mixing",)),

@@ -50,7 +50,7 @@ class Cost:
 
 # Upper bounds. Asynchronous strategies differ from step to step, and threads wait now and then: both need some room.
 _BUDGET = {
-    "pipe_sgd": Cost(messages=2.1, num_bytes=8700, calls=520, operations=239, threads=5),
+    "pipe_sgd": Cost(messages=2.1, num_bytes=8700, calls=520, operations=118, threads=5),
     "hop": Cost(messages=1.1, num_bytes=8400, calls=375, operations=29, threads=5),
     "dts": Cost(messages=0.6, num_bytes=2250, calls=135, operations=182, threads=6),
     "canary": Cost(messages=2.7, num_bytes=5300, calls=960, operations=290, threads=6),

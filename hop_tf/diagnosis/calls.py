@@ -35,7 +35,7 @@ def _defaults(strategy: str) -> dict[str, object]:
     """By name of an argument, what is recorded where it is not given."""
     parameters = inspect.signature(getattr(hop_tf, strategy)).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    if "codec" in defaults:
+    if defaults.get("codec", "auto") != "auto":
         defaults["codec"] = codecs.get(defaults["codec"])
     if strategy != "HopStrategy":  # Which goes on or not, as its other settings are.
         defaults["on_peer_loss"] = "raise"

@@ -390,7 +390,7 @@ class _Job:
         if plan is not None and plan.step_seconds < (1 - LEAST_SHARE) * self._step_seconds:
             settings = {"codec": plan.codec, "pipeline_width": plan.pipeline_width, "algorithm": plan.algorithm}
             what_if, strategy = self._what_if, "PipeSGDStrategy"
-            kept = kept_settings(what_if.strategy, what_if.settings, strategy) if what_if.settings else {}
+            kept = kept_settings(what_if.strategy, what_if.given, strategy) if what_if.given else {}
             call = tell_call(strategy, kept | settings)
             yield (
                 f"By the timing model, {call} would take {duration(plan.step_seconds)} a step where encoding costs "

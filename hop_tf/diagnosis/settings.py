@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from hop_tf import codecs
+
+# What ranks train with that choose a setting, until they have chosen.
+_UNTIL_CHOSEN = {"codec": codecs.Identity(), "algorithm": "mesh", "pipeline_width": 1}
 
 
 def read_settings(about: Mapping[str, object]) -> dict[str, object] | None:
@@ -24,6 +27,20 @@ def read_settings(about: Mapping[str, object]) -> dict[str, object] | None:
     if isinstance(settings.get("topology"), str):
         settings["topology"] = settings["topology"].split(" ")[0]  # Behind it is a digest of the graph.
     return settings
+
+
+def settings_in_effect(settings: Mapping[str, object], lines: Sequence[Mapping[str, object]]) -> dict[str, object]:
+    """What ranks train with: of settings that they choose, what they have chosen last.
+
+    Args:
+      settings: Those of `read_settings`.
+      lines: `ProcessLog.lines`.
+    """
+    chosen = [line for line in lines if line.get("kind") == "chosen"]
+    automatic = {name: default for name, default in _UNTIL_CHOSEN.items() if settings.get(name) == "auto"}
+    if chosen:
+        automatic = {name: _read(str(chosen[-1][name])) for name in automatic}
+    return {**settings, **automatic}
 
 
 def _read(text: str) -> object:

@@ -26,7 +26,7 @@ from hop_tf.arguments import checked_batch_shares
 from hop_tf.diagnosis.calls import kept_settings, tell_call
 from hop_tf.diagnosis.links import Link
 from hop_tf.diagnosis.sending import lone_rates, sending_rates
-from hop_tf.diagnosis.settings import read_settings
+from hop_tf.diagnosis.settings import read_settings, settings_in_effect
 from hop_tf.diagnosis.steps import Steps
 from hop_tf.errors import HopError
 from hop_tf.records.log import JobLog
@@ -72,7 +72,8 @@ class WhatIf:
 
     Attributes:
       strategy: The job's strategy.
-      settings: Its settings; None where they are not recorded.
+      given: Its settings, as the program gave them; None where they are not recorded.
+      settings: The same, with what ranks have chosen in the place of "auto".
       present: A step with the settings that the job has: `step_seconds`.
     """
 
@@ -88,7 +89,8 @@ class WhatIf:
         self._links = {tuple(self._places.get(end) for end in ends): link for ends, link in links.items()}
         about = job.ranks[0].about
         self.strategy = str(about.get("strategy"))
-        self.settings = read_settings(about)
+        self.given = read_settings(about)
+        self.settings = None if self.given is None else settings_in_effect(self.given, job.ranks[0].lines)
         self._num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
         # Who jumps over steps has made fewer.
         num_recorded = max(len(each.begin) for each in self._steps)
@@ -189,14 +191,14 @@ class WhatIf:
             yield self._with_shares()
         for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
             if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
-                whole = {**kept_settings(self.strategy, self.settings, strategy), **settings}
+                whole = {**kept_settings(self.strategy, self.given, strategy), **settings}
                 yield Change(tell_call(strategy, whole), strategy, whole)
 
     def _with_shares(self) -> Change:
         speeds = np.array([1 / np.mean(each.compute) for each in self._steps])
         percents = np.maximum(1, np.round(100 * speeds / speeds.sum())).astype(int).tolist()
         shares = list(checked_batch_shares(percents, self._world_size))
-        whole = {**kept_settings(self.strategy, self.settings, self.strategy), "batch_shares": shares}
+        whole = {**kept_settings(self.strategy, self.given, self.strategy), "batch_shares": shares}
         return Change(tell_call(self.strategy, whole), self.strategy, self.settings, shares)
 
     def _simulate(
@@ -332,7 +334,7 @@ def _of_hop(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str
 
 def _hiding_more(settings: Mapping) -> Iterator[tuple[str, dict]]:
     """Settings of Pipe-SGD with which more is hidden, or less sent."""
-    wider = {"pipeline_width": 2} if int(settings.get("pipeline_width", 2)) == 1 else {}
+    wider = {"pipeline_width": 2} if int(settings.get("pipeline_width", 1)) == 1 else {}
     if wider:
         yield "PipeSGDStrategy", wider
     if codecs.get(settings.get("codec")) == codecs.Identity():

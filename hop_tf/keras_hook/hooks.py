@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import keras
@@ -175,6 +175,14 @@ class TrainingHooks(abc.ABC):
     @abc.abstractmethod
     def begin_batch(self) -> None:
         """Called when `fit` is about to run a step, or several, after the callbacks' `on_train_batch_begin`."""
+
+    @abc.abstractmethod
+    def change_graph(self) -> tuple[Hashable, Hashable] | None:
+        """Called after `begin_batch`.
+
+        Returns:
+          None, or what tells two graphs apart: that of the training step so far, and that of another one from now on.
+        """
 
     @abc.abstractmethod
     def validation(self) -> contextlib.AbstractContextManager:

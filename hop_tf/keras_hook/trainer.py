@@ -8,7 +8,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import keras
@@ -187,6 +187,7 @@ class _Last(keras.callbacks.Callback):
     def __init__(self, hooks: TrainingHooks):
         super().__init__()
         self._hooks = hooks
+        self._functions: dict[Hashable, Any] = {}  # By graph, those that were traced.
 
     def on_train_begin(self, logs=None):
         self._hooks.begin_training(self.model)
@@ -196,8 +197,16 @@ class _Last(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self._hooks.begin_batch()
+        if (change := self._hooks.change_graph()) is not None:
+            self._take_function(*change)
         if self.model.stop_training:
             self._hooks.ask_to_stop()
+
+    def _take_function(self, before: Hashable, now: Hashable) -> None:
+        """Has Keras run another graph from now on, which is traced the first time."""
+        self._functions[before] = self.model.train_function
+        self.model.train_function = self._functions.get(now)
+        self.model.make_train_function()
 
     def on_train_batch_end(self, batch, logs=None):
         if self.model.stop_training:

@@ -119,10 +119,10 @@ def _pipe_sgd(measurement: Measurement) -> Iterator[Candidate]:
             strategy="Pipe-SGD",
             call=_call(
                 "PipeSGDStrategy",
+                f"codec={codec!r}",  # What is not told would be chosen.
                 pipeline_width=width,
-                codec=codec,
                 num_segments=number if (number := plan.num_segments) > 1 else None,
-                algorithm=_unless_mesh(plan.algorithm),
+                algorithm=plan.algorithm,
             ),
             bytes_per_step=_all_reduce_bytes(measurement, codec, plan.algorithm),
             outcome=functools.partial(_in_lock_step, measurement, plan),

@@ -9,12 +9,11 @@ import numpy as np
 
 from hop_tf.planning.accuracy import Change
 from hop_tf.planning.candidates import Candidate, candidates
+from hop_tf.runtime.autotuning import choose
 from hop_tf.timing import Measurement
 from hop_tf.timing.costs import RESOLUTION
 
 _NUM_STEPS = 192
-# Of one strategy, settings that change training more must save so much of a step.
-_WORTH = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +87,9 @@ def predict(candidate: Candidate, measurement: Measurement) -> Prediction:
 def best(predictions: Sequence[Prediction], number: int = 3) -> list[Prediction]:
     """Of each strategy one, and of these the fastest.
 
-    Of a strategy that is the first within a tenth of its fastest settings, in the order of `compare`. Those that are
-    within 2 % of the fastest of all count as equal, and so on: then that order decides.
+    Of a strategy, settings that change training more, by the order of `compare`, have to be worth it: as ranks choose
+    that choose by times (`hop_tf.runtime.autotuning`). Strategies that are within 2 % of the fastest one count as
+    equal, and so on: then that order decides.
 
     Args:
       predictions: All, as `compare` gives them.
@@ -98,11 +98,10 @@ def best(predictions: Sequence[Prediction], number: int = 3) -> list[Prediction]
     of_strategy: dict[str, list[Prediction]] = {}
     for each in predictions:
         of_strategy.setdefault(each.strategy, []).append(each)
-    chosen = [_first_within(_WORTH, each) for each in of_strategy.values()]
+    chosen = [choose(each, _batch_seconds, lambda prediction: prediction.name) for each in of_strategy.values()]
     shortest = min(each.batch_seconds for each in chosen)
     return sorted(chosen, key=lambda each: int((each.batch_seconds / shortest - 1) / RESOLUTION))[:number]
 
 
-def _first_within(share: float, predictions: Sequence[Prediction]) -> Prediction:
-    shortest = min(each.batch_seconds for each in predictions)
-    return next(each for each in predictions if each.batch_seconds <= shortest * (1 + share))
+def _batch_seconds(prediction: Prediction) -> float:
+    return prediction.batch_seconds

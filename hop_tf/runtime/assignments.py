@@ -98,8 +98,11 @@ class Assignments:
     def begin_batch(self) -> None:
         """Raises ValueError if weights were assigned between two steps of `fit`."""
         self._is_between_epochs = False
-        if self._watch is not None:
-            self._refuse(self._watch.assigned(), "between two training steps, as by a callback")
+        if self._watch is None or not (assigned := self._watch.assigned()):
+            return
+        if not all(self._scheme.makes_way(group) for group in self._watched):
+            self._refuse(assigned, "between two training steps, as by a callback")
+        self._watch.forget()
 
     def check_step(self, group: Group, trace: StepTrace, *, in_fit: bool) -> None:
         """Emits the ops that fail if weights were assigned; right before the exchange of a step.
@@ -111,7 +114,10 @@ class Assignments:
         """
         if self._scheme.takes_assignments:
             return
-        self._check_before_update(trace.assigned_before_update(group.trained))
+        assigned = trace.assigned_before_update(group.trained)
+        if (assigned or not in_fit) and self._scheme.makes_way(group):
+            return
+        self._check_before_update(assigned)
         if not in_fit:
             take = self._scheme.take_assigned
             self._check_loop(group, lambda: take(group, trace.before_decay(group.trained)))

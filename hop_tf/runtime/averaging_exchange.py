@@ -93,7 +93,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
         """
         start = time.perf_counter()
         if votes_of is not None:
-            buckets = self._with_votes(buckets)
+            buckets = with_values(buckets, self._votes_place, self.admissions.votes())
         means = self._reductions[reduction].mean(
             number if turn is None else turn,
             buckets,
@@ -116,12 +116,6 @@ class AveragingExchange(Exchange, LockStepJoiner):
         with self._membership.monitor:
             self._num_decided = number + 1
             self._membership.monitor.notify_all()
-
-    def _with_votes(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        buckets, (bucket, where) = list(buckets), self._votes_place
-        buckets[bucket] = buckets[bucket].copy()
-        buckets[bucket][where] = self.admissions.votes().ravel()
-        return buckets
 
     def _takes_part(self, rank: int, number: int) -> bool:
         if self.admissions is not None:
@@ -169,3 +163,11 @@ class AveragingExchange(Exchange, LockStepJoiner):
             self.admissions.close()
         for reduction in self._reductions:
             reduction.close()
+
+
+def with_values(buckets: Sequence[np.ndarray], place: tuple[int, slice], values: np.ndarray) -> list[np.ndarray]:
+    """The buckets with these values in one place, as `Packing.place` tells it. A bucket without it is not copied."""
+    buckets, (bucket, where) = list(buckets), place
+    buckets[bucket] = buckets[bucket].copy()
+    buckets[bucket][where] = values.ravel()
+    return buckets

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.codecs import Codec
-from hop_tf.collectives import AllReduce
+from hop_tf.collectives import AllReduce, Alternatives
 from hop_tf.keras_hook.optimizers import has_schedule, unscaled, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
-from hop_tf.runtime.averaging_exchange import AveragingExchange
+from hop_tf.runtime.autotuning import Autotuner, Times, Way
+from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate
@@ -32,11 +32,13 @@ class GradientExchange(AveragingExchange):
     The last tensors of the packing are those of `specs_beside`. Where these admit ranks that were started again, the
     end of a step is `meet_newcomers`.
 
+    With `Autotuner.spec` among them, ranks choose by what steps take: one of several ways to average, or a width.
+
     Args:
       context: Membership, packing and buffers of the group.
       members: For each segment, the indices of its variables.
-      codec: What gradients are encoded with.
-      algorithm: See `hop_tf.collectives.get_algorithm`.
+      ways: How gradients may be averaged. Several need `tuner`.
+      tuner: Chooses one of them for each step. Default None: there is one.
       adopts_rate: Whether the first rank's learning rate can take the place of a rank's own. Default: where weights
         have not decayed by that one before. Never where the rate has a schedule.
       delay: How many steps late a mean is applied. Default 0.
@@ -46,16 +48,20 @@ class GradientExchange(AveragingExchange):
       rate: The learning rate.
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
+      tuner: As above.
+      width: K, as the graph has it.
       weighs_rows: Whether ranks count in proportion to their rows.
     """
+
+    width: int = 1
 
     def __init__(
         self,
         context: ExchangeContext,
         members: Sequence[Sequence[int]],
         *,
-        codec: Codec,
-        algorithm: str,
+        ways: Sequence[Way],
+        tuner: Autotuner | None = None,
         adopts_rate: bool | None = None,
         delay: int = 0,
     ):
@@ -67,14 +73,15 @@ class GradientExchange(AveragingExchange):
         self.weighs_rows = rows is not None
         self._rows_place = None
         if self.weighs_rows:
-            refuse_float16(context.packing.specs, codec)
+            for way in ways:
+                refuse_float16(context.packing.specs, way.codec)
             self._rows_place = self._place_of(rows)[1]
         self._own_scale = 1.0
         place = find_spec(context.packing.specs)
         self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)
         super().__init__(
             context,
-            [self._make_mean(context, str(number), part, codec, algorithm) for number, part in enumerate(self.parts)],
+            [self._make_mean_by(context, str(number), part, ways) for number, part in enumerate(self.parts)],
             admissions=None if place is None else _make_admissions(context, len(self.parts), lead=delay + 1),
             votes_place=votes_place,
         )
@@ -85,10 +92,23 @@ class GradientExchange(AveragingExchange):
         adopts_rate = adopts_rate and not has_schedule(optimizer)
         self.rate = CommonRate(context.membership.rank, context.membership.world_size, adopts=adopts_rate)
         self._rate_segment, self._rate_place = self._place_of(len(context.packing.specs) - 1)
+        self.tuner = tuner
+        if tuner is not None:
+            self._clock = context.membership.monitor.now
+            self._times_segment, self._times_place = self._place_of(Autotuner.find_spec(context.packing.specs))
+            self._begin_timing()
 
-    def _make_mean(self, context: ExchangeContext, name: str, part: Packing, codec: Codec, algorithm: str) -> AllReduce:
+    def _make_mean_by(
+        self, context: ExchangeContext, name: str, part: Packing, ways: Sequence[Way]
+    ) -> AllReduce | Alternatives:
+        if len(ways) == 1:
+            return self._make_mean(context, name, part, ways[0])
+        names = (f"{name}/{number}" for number in range(len(ways)))
+        return Alternatives([self._make_mean(context, each, part, way) for each, way in zip(names, ways, strict=True)])
+
+    def _make_mean(self, context: ExchangeContext, name: str, part: Packing, way: Way) -> AllReduce:
         """Makes what averages a segment."""
-        return context.make_all_reduce(name, part, codec, algorithm)
+        return context.make_all_reduce(name, part, way.codec, way.algorithm)
 
     def _place_of(self, index: int) -> tuple[int, tuple[int, slice]]:
         """The segment of a tensor, its bucket there, and where it lies in that."""
@@ -98,26 +118,89 @@ class GradientExchange(AveragingExchange):
     def reset(self, session: int) -> None:
         super().reset(session)
         self.carried.reset()
+        if self.tuner is not None:
+            self.tuner.begin(self.width)
+            self._begin_timing()
 
     def begin_at(self, step: int) -> None:
         super().begin_at(step)
         self.carried.reset()
 
+    def common_state(self) -> list[np.ndarray]:
+        own = [] if self.tuner is None else [self.tuner.state()]
+        return [*super().common_state(), *own]
+
+    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        if self.tuner is not None:
+            *parts, state = parts
+            self.tuner.take_state(state.copy().view(np.int64))
+            self._begin_timing()
+        super().take_common_state(parts)
+
     def step(self, outgoing: Outgoing) -> Incoming:
-        t, segment = outgoing.step, outgoing.segment
+        t, segment, buckets = outgoing.step, outgoing.segment, outgoing.buckets
+        begun_at = 0.0 if self.tuner is None else self._begin_segment(segment)
         number = t * len(self.parts) + segment
         votes_of = t if segment == self._votes_segment else None
-        means = self.mean(number, outgoing.buckets, turn=t, reduction=segment, votes_of=votes_of)
+        has_times = self.tuner is not None and segment == self._times_segment
+        if has_times:
+            buckets = with_values(buckets, self._times_place, self.tuner.own(self._times, self.is_to_change))
+        means = self.mean(number, buckets, turn=t, reduction=segment, votes_of=votes_of)
         if self.weighs_rows and segment == 0:
             bucket, where = self._rows_place
-            self._own_scale = float(means[bucket][where][0] / outgoing.buckets[bucket][where][0])
-        for mean, own, exact in zip(means, outgoing.buckets, self._exact, strict=True):
+            self._own_scale = float(means[bucket][where][0] / buckets[bucket][where][0])
+        for mean, own, exact in zip(means, buckets, self._exact, strict=True):
             if exact:  # What the variable has become since then stays.
                 mean -= own if self._own_scale == 1.0 else own * own.dtype.type(self._own_scale)
         if segment == self._rate_segment:
             bucket, where = self._rate_place
             self.rate.check(means[bucket][where], t)
+        if has_times:
+            bucket, where = self._times_place
+            self.tuner.hear(means[bucket][where])
+        if self.tuner is not None:
+            self._exchange_seconds += self._clock() - begun_at
         return Incoming(t, segment, tuple(means))
+
+    # Choosing by times.
+
+    @property
+    def is_to_change(self) -> bool:
+        """True if the graph has another width than ranks have chosen."""
+        return self.tuner is not None and self.tuner.setting.width != self.width
+
+    def _begin_timing(self) -> None:
+        self._times = Times(0.0, 0.0)  # Of the last step.
+        self._step_begun_at = self._clock()
+        self._exchange_seconds = 0.0
+
+    def gauges(self) -> Mapping[str, float]:
+        """What ranks have chosen.
+
+        Returns:
+          `pipeline_width`: K; `uses_ring`: 1 or 0; `encoded_bytes_per_value`: 4 of a lossless float32. Nothing if they
+          do not choose.
+        """
+        if self.tuner is None:
+            return {}
+        way, width = self.tuner.setting
+        algorithm, codec = self.tuner.ways[way].algorithm, self.tuner.ways[way].codec
+        return {
+            "pipeline_width": width,
+            "uses_ring": float(algorithm == "ring"),
+            "encoded_bytes_per_value": codec.bytes_per_value,
+        }
+
+    def _begin_segment(self, segment: int) -> float:
+        """Ends the step before, and chooses how this one goes, if it is the first segment. Returns the time."""
+        now = self._clock()
+        if segment == 0:
+            self._times = Times(now - self._step_begun_at, self._exchange_seconds)
+            self._step_begun_at, self._exchange_seconds = now, 0.0
+            for reduction in self._reductions:
+                if isinstance(reduction, Alternatives):
+                    reduction.choose(self.tuner.setting.way)
+        return now
 
     def no_op(self, outgoing: Outgoing) -> Incoming:
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
@@ -130,16 +213,19 @@ def _make_admissions(context: ExchangeContext, num_segments: int, lead: int) -> 
 _ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64, on_host=True)
 
 
-def specs_beside(world_size: int, *, admits: bool, weighs_rows: bool = False) -> list[TensorSpec]:
+def specs_beside(
+    world_size: int, *, admits: bool, weighs_rows: bool = False, chooses: bool = False
+) -> list[TensorSpec]:
     """What travels beside a step's gradients.
 
     Args:
       world_size: Number of ranks.
       admits: Whether ranks that were started again are to take part.
       weighs_rows: Whether ranks count in proportion to their rows. Default False.
+      chooses: Whether there is a `tuner`. Default False.
     """
-    rows, newcomers = [_ROWS] * weighs_rows, [Admissions.spec(world_size)] * admits
-    return [*rows, *newcomers, CommonRate.spec(world_size)]
+    rows, newcomers, times = [_ROWS] * weighs_rows, [Admissions.spec(world_size)] * admits, [Autotuner.spec(world_size)]
+    return [*rows, *newcomers, *times * chooses, CommonRate.spec(world_size)]
 
 
 def _find_rows(specs: Sequence[TensorSpec]) -> int | None:
@@ -172,8 +258,10 @@ def submit_gradients(group: Group, gradients: Sequence, rows: tf.Tensor | None =
     if exchange.weighs_rows:
         sent = [tensor * tf.cast(rows, tensor.dtype) for tensor in outgoing]
         outgoing.append(tf.reshape(tf.cast(rows, tf.float64), [1]))
-    if exchange.admissions is not None:  # The exchange fills them in.
-        outgoing.append(tf.zeros(group.packing.specs[-2].shape, tf.float64))
+    specs = group.packing.specs
+    for place in (find_spec(specs), Autotuner.find_spec(specs)):
+        if place is not None:  # The exchange fills it in.
+            outgoing.append(tf.zeros(specs[place].shape, tf.float64))
     outgoing.append(exchange.rate.own(optimizer))
     sent += outgoing[len(sent) :]
     for segment, members in enumerate(exchange.members):
@@ -200,6 +288,8 @@ def take_means(
         for index, mean in zip(members, take(segment), strict=True):
             means[index] = mean
     *means, rates = means
+    if exchange.tuner is not None:
+        *means, _ = means
     if exchange.admissions is not None:
         *means, decided = means
         with tf.device("/cpu:0"):

@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
@@ -23,6 +22,11 @@ from hop_tf.tensors.fifo import Fifo, MakeFifo
 from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.host import runs_on_host
 from hop_tf.tensors.packing import Packing
+
+
+def takes_codec(dtype: tf.DType, exact: bool) -> bool:
+    """True if a codec encodes tensors of this kind."""
+    return dtype != tf.float64 and not exact
 
 
 def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
@@ -83,16 +87,16 @@ class ExchangeContext:
           recovers: As of `AllReduce`. Default: where ranks go on without a lost one.
         """
         dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
-        takes_codec = [
-            dtype != np.float64 and not exact and codec != Identity()
-            for dtype, exact in zip(dtypes, packing.exact, strict=True)
+        take_codec = [
+            codec != Identity() and takes_codec(dtype, exact)
+            for dtype, exact in zip(packing.dtypes, packing.exact, strict=True)
         ]
         return get_algorithm(algorithm)(
             self.membership,
             f"{self.group}/{name}",
             sizes=packing.sizes,
             dtypes=dtypes,
-            codecs=[codec if takes else Identity(dtype=d) for takes, d in zip(takes_codec, dtypes, strict=True)],
+            codecs=[codec if takes else Identity(dtype=d) for takes, d in zip(take_codec, dtypes, strict=True)],
             pool=self.pool,
             recovers=self.membership.continue_without_lost if recovers is None else recovers,
         )

@@ -57,16 +57,15 @@ def check_optimizer(scheme: Scheme, optimizer, *, refuses_nonfinite: bool) -> No
 
 
 def refuse_assignments(scheme: Scheme, variables: Sequence[tf.Variable]) -> None:
-    """Raises ValueError if a step has assigned any weights after their update."""
-    if variables:
-        raise ValueError(
-            "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. "
-            f"Under {type(scheme).__name__} that would be lost: updates are made again with what comes from other "
-            "ranks, or on a server. Give the layer a constraint, as in "
-            "Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0)). Or take HopStrategy, DTSStrategy, "
-            "CanaryStrategy(consistency='bsp') or PipeSGDStrategy(pipeline_width=1). "
-            f"Received: an assignment to {names_of(variables)}."
-        )
+    """Raises ValueError: a step has assigned these weights after their update."""
+    raise ValueError(
+        "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. "
+        f"Under {type(scheme).__name__} that would be lost: updates are made again with what comes from other "
+        "ranks, or on a server. Give the layer a constraint, as in "
+        "Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0)). Or take HopStrategy, DTSStrategy, "
+        "CanaryStrategy(consistency='bsp') or PipeSGDStrategy(pipeline_width=1). "
+        f"Received: an assignment to {names_of(variables)}."
+    )
 
 
 def refuse_to_restore(callbacks) -> None:

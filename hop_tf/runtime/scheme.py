@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import keras
@@ -87,6 +87,14 @@ class Scheme(abc.ABC):
         """The variables of which the scheme keeps a second copy. Asked only without `takes_assignments`."""
         return group.trained
 
+    def makes_way(self, group: Group) -> bool:
+        """True if from now on weights that the program assigns count, though the scheme may keep a second copy of them.
+
+        Called when the program is seen to assign weights of a group, before the update, after it, or between two steps
+        of `fit`; and for each custom loop.
+        """
+        return False
+
     def take_assigned(self, group: Group, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         """Emits what takes weights that a custom loop has assigned between two steps.
 
@@ -98,6 +106,14 @@ class Scheme(abc.ABC):
           bool scalar: False if that is not possible.
         """
         return tf.constant(False)
+
+    def graph_of(self, group: Group) -> Hashable:
+        """What tells the graphs apart that the scheme has had traced for a group: see `change_graph`."""
+        return None
+
+    def change_graph(self, group: Group) -> bool:
+        """Does, eagerly, before a step of `fit`, what makes the training step another one; True if it has."""
+        return False
 
     def check_new_group(self) -> None:
         """Raises ValueError where a group cannot be made now: before others are asked for anything."""

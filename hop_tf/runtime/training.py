@@ -6,7 +6,7 @@ import contextlib
 import enum
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -358,6 +358,14 @@ class TrainingRun(TrainingHooks):
                 self._scheme.end_epoch(group)
         self.states.count_own()
 
+    @as_own_updates()
+    def change_graph(self) -> tuple[Hashable, Hashable] | None:
+        """Lets the scheme make the next step another one; see `TrainingHooks`."""
+        groups = () if self.is_behind else self.groups
+        before = tuple(self._scheme.graph_of(group) for group in groups)
+        have_changed = [self._scheme.change_graph(group) for group in groups]
+        return (before, tuple(self._scheme.graph_of(group) for group in groups)) if any(have_changed) else None
+
     def begin_batch(self) -> None:
         """See `StepRecords`. Steps count by the shares of the ranks that are there, which share the batch."""
         if not self.is_behind:
@@ -525,11 +533,14 @@ class TrainingRun(TrainingHooks):
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
-        refuse_assignments(self._scheme, trace.assigned_after_update())
+        groups = [group for group in self.groups if group.name in trace.states]
+        assigned = trace.assigned_after_update()
+        if assigned and not all(self._scheme.makes_way(group) for group in groups):
+            refuse_assignments(self._scheme, assigned)
         if self.worker is not None:
             self.states.note_assigned(trace.assigned_states())
         with trace.when_data_is_here():
-            for group in [group for group in self.groups if group.name in trace.states]:
+            for group in groups:
                 self._scheme.end_step(group)
 
     @property

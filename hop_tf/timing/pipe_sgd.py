@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
+from hop_tf.runtime.autotuning import choose
 from hop_tf.timing.costs import (
     ALGORITHMS,
     FLOAT32_BYTES,
@@ -199,9 +200,11 @@ def recommend(
     codec_names: Iterable[str] = CODECS,
     bytes_per_value: float = FLOAT32_BYTES,
 ) -> Plan:
-    """The settings with the shortest step; of those within 2 %, the one that changes training least.
+    """The settings with which a step is short, and that are worth what they change of training.
 
-    That is, in this order: the codec that comes first in `codec_names`, the smaller width, fewer segments, the mesh.
+    As ranks choose that choose by times (`hop_tf.runtime.autotuning`): another codec, or a larger width, has to save 15
+    % of a step. What changes training least is, in this order: the smaller width, the codec that comes first in
+    `codec_names`, fewer segments, the mesh.
 
     Args:
       network: What communication costs.
@@ -234,10 +237,9 @@ def recommend(
             codec_seconds_per_byte=costs.get(codec, 0.0),
             bytes_per_value=bytes_per_value,
         )
-        for codec, width, num_segments, algorithm in itertools.product(codec_names, (1, 2), _SEGMENTS, ALGORITHMS)
+        for width, codec, num_segments, algorithm in itertools.product((1, 2), codec_names, _SEGMENTS, ALGORITHMS)
     ]
-    shortest = min(plan.step_seconds for plan in plans)
-    best = next(plan for plan in plans if plan.step_seconds <= shortest * (1 + RESOLUTION))
+    best = choose(plans, lambda plan: plan.step_seconds, lambda plan: (plan.codec, plan.pipeline_width))
     plain = plans[0]
     return dataclasses.replace(best, reason=_reason(step, plain, best))
 

@@ -38,6 +38,7 @@ from hop_tf.arguments import identity_of
 from hop_tf.collectives import AllReduce
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
+from hop_tf.runtime.autotuning import Way
 from hop_tf.runtime.exchange import Exchange
 from hop_tf.runtime.gradients import (
     GradientExchange,
@@ -321,12 +322,10 @@ class SynchronousExchange(GradientExchange):
 
     def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: CanarySettings):
         self._low_rank = settings.low_rank
-        super().__init__(context, members, codec=settings.codec, algorithm=str(settings.algorithm))
+        super().__init__(context, members, ways=[Way(str(settings.algorithm), settings.codec)])
 
-    def _make_mean(
-        self, context: ExchangeContext, name: str, part: Packing, codec: codecs.Codec, algorithm: str
-    ) -> AllReduce | LowRankMean:
+    def _make_mean(self, context: ExchangeContext, name: str, part: Packing, way: Way) -> AllReduce | LowRankMean:
         rank = self._low_rank
         if rank is None or not any(is_factorized(spec, rank) for spec in part.specs):
-            return super()._make_mean(context, name, part, codec, algorithm)
-        return LowRankMean(context, name, part, rank=rank, codec=codec, algorithm=algorithm)
+            return super()._make_mean(context, name, part, way)
+        return LowRankMean(context, name, part, rank=rank, codec=way.codec, algorithm=way.algorithm)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from hop_tf import codecs
+from hop_tf.runtime.autotuning import AUTO, Autotuner, Pace, Way
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
-from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.replay import make_replay
+from hop_tf.runtime.group import ExchangeContext, takes_codec
+from hop_tf.runtime.replay import Replay, make_replay
 from hop_tf.tensors.packing import Packing
 
+# Shorter gradients are not encoded, unless a codec is given: a message takes its time, however short it is.
+_LEAST_BYTES = 1 << 14
 # A step that no `fit` comes to.
 _NEVER = 1 << 60
 
@@ -20,18 +25,53 @@ _NEVER = 1 << 60
 class PipeSGDSettings:
     """What `PipeSGDStrategy` was told."""
 
-    pipeline_width: int
-    codec: codecs.Codec
+    pipeline_width: int | str
+    codec: codecs.Codec | str
     num_segments: int = 1
     warmup_steps: int = 0
     algorithm: str = "mesh"
     compensation: str = "replay"
     on_peer_loss: str = "raise"
 
+    def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
+        """How gradients may be averaged; what changes training least comes first.
+
+        Args:
+          world_size: Number of ranks.
+          num_bytes: Bytes of a step's gradients that a codec may shorten. Default: many.
+        """
+        # Of two ranks, a ring is a mesh.
+        algorithms = ["mesh", "ring"][: max(1, world_size - 1)] if self.algorithm == AUTO else [self.algorithm]
+        members = [self.codec]
+        if self.codec == AUTO:
+            members = [codecs.Identity(), *([codecs.Int8()] if num_bytes >= _LEAST_BYTES else [])]
+        return [Way(algorithm, codec) for codec in members for algorithm in algorithms]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """K, or those that ranks choose from. Without a replay a wider pipe costs accuracy: none is chosen."""
+        if self.pipeline_width != AUTO:
+            return (self.pipeline_width,)
+        return (1, 2) if self.compensation == "replay" else (1,)
+
+    @property
+    def chooses(self) -> bool:
+        """True if ranks choose a setting by what they measure."""
+        return AUTO in (self.algorithm, self.codec) or len(self.widths) > 1
+
+    def without_times(self) -> PipeSGDSettings:
+        """The same, where nothing is chosen by what steps take."""
+        return dataclasses.replace(
+            self,
+            pipeline_width=self.widths[0],
+            codec=codecs.Identity() if self.codec == AUTO else self.codec,
+            algorithm="mesh" if self.algorithm == AUTO else self.algorithm,
+        )
+
     @property
     def delay(self) -> int:
-        """How many steps late a mean is merged."""
-        return self.pipeline_width - 1
+        """How many steps late a mean is merged, at most."""
+        return max(self.widths) - 1
 
     @property
     def admits(self) -> bool:
@@ -50,32 +90,70 @@ class PipeSGDExchange(GradientExchange):
     Args:
       context: Membership, packing and buffers of the group.
       settings: Those of the strategy.
+      tell: As of `Autotuner`.
 
     Attributes:
+      width: K, as the graph has it. If ranks choose it, it is 1 at first.
       replay: What a rank computes with; None where that is what is merged.
-      delay: K - 1.
       pipelined_from: int64 variable: the step of the running session with which the pipe began to fill.
+      pace: As of `Autotuner`.
     """
 
-    def __init__(self, context: ExchangeContext, settings: PipeSGDSettings):
-        optimizer, trained = context.optimizer(), context.trained
-        self.delay = settings.delay
-        # With "none" weights were computed with the own rate.
-        adopts_rate = True if settings.replays else None if settings.delay == 0 else False
+    pace: Pace | None = None
+
+    def __init__(
+        self,
+        context: ExchangeContext,
+        settings: PipeSGDSettings,
+        tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
+    ):
+        self.width = settings.widths[0]
+        # Without a replay, weights were computed with the own rate.
+        adopts_rate = None if self.delay == 0 else settings.replays
+        membership, specs = context.membership, context.packing.specs
+        num_bytes = sum(spec.num_elements * spec.dtype.size for spec in specs if takes_codec(spec.dtype, spec.exact))
+        ways, tuner = settings.ways(membership.world_size, num_bytes), None
+        if Autotuner.find_spec(specs) is not None:
+            tuner = Autotuner(
+                ways, settings.widths, rank=membership.rank, world_size=membership.world_size, tell=tell, pace=self.pace
+            )
         super().__init__(
             context,
-            with_rows_first(_segments(context.packing, settings.num_segments), context.packing.specs),
-            codec=settings.codec,
-            algorithm=settings.algorithm,
+            with_rows_first(_segments(context.packing, settings.num_segments), specs),
+            ways=ways,
+            tuner=tuner,
             adopts_rate=adopts_rate,
             delay=settings.delay,
         )
-        self.max_in_flight = settings.pipeline_width * len(self.parts)
-        self.replay = make_replay(optimizer, trained, settings.delay) if settings.replays else None
+        self.max_in_flight = max(settings.widths) * len(self.parts)
+        self._optimizer, self._trained, self._replays = context.optimizer, context.trained, settings.replays
+        self._made_replays: dict[int, Replay] = {}  # By K: graphs that were traced with one keep it.
+        self.replay = self._replay_of_width()
         with tf.init_scope(), tf.device("/cpu:0"):
             # Nothing is under way in a rank that joins, until it has.
-            start = _NEVER if context.membership.joining else settings.warmup_steps
+            start = _NEVER if membership.joining else settings.warmup_steps
             self.pipelined_from = tf.Variable(start, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from")
+
+    @property
+    def delay(self) -> int:
+        """How many steps late a mean is merged: K - 1."""
+        return self.width - 1
+
+    def change_width(self, step: int) -> None:
+        """Takes the K that was chosen, for the graph that is traced next. Called when all means are merged.
+
+        Ranks need not do so in the same step: what is merged is the same, if by another step.
+        """
+        self.width = self.tuner.setting.width
+        self.replay = self._replay_of_width()
+        self.begin_pipe(step)
+
+    def _replay_of_width(self) -> Replay | None:
+        if not self._replays or self.delay == 0:
+            return None
+        if self.width not in self._made_replays:
+            self._made_replays[self.width] = make_replay(self._optimizer(), self._trained, self.delay)
+        return self._made_replays[self.width]
 
     def begin_at(self, step: int) -> None:
         super().begin_at(step)

@@ -26,14 +26,18 @@ back-propagation goes on.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
 from hop_tf.collectives import ALGORITHMS
+from hop_tf.keras_hook.determinism import is_deterministic
 from hop_tf.keras_hook.optimizers import (
     gradient_accumulation_steps,
     iterations_variable,
@@ -43,6 +47,7 @@ from hop_tf.keras_hook.optimizers import (
     use_ema,
 )
 from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.autotuning import AUTO, Way
 from hop_tf.runtime.gradients import specs_beside, submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.meeting import meet_newcomers
@@ -54,26 +59,30 @@ _COMPENSATIONS = ("replay", "none")
 
 
 class PipeSGDStrategy(ExchangeStrategy):
-    """Synchronous training whose communication is hidden behind the computation of the next step.
+    """Synchronous training whose communication is short, or hidden behind the computation of the next step.
 
-    In step t each rank computes its gradient g_i[t] and hands it to the communication thread. Meanwhile the mean of an
-    earlier step has arrived, and is merged:
+    In step t each rank computes its gradient g_i[t]. Then it applies the mean over all ranks, by an all-reduce:
 
-        merged w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
+        w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
 
-    What is merged is equal to the bit on all ranks. Until a mean arrives, the rank's own gradient stands in for it: the
-    rank computes at what the optimizer makes of the merged weights and slots and the K - 1 own gradients under way. A
-    step takes max(update + compute, communicate) instead of their sum (Equations 2 and 4), and K - 1 further updates.
-    K = 1 is synchronous training without a delay.
+    Without arguments ranks choose how: in their first steps each way to average, with a codec and without one, makes a
+    few steps, and K = 2 if it promises to be worth it. All ranks choose alike, by what all of them have measured. They
+    choose again when steps take longer or shorter than before, or other ranks take part. Rank 0 says on stderr what was
+    chosen, and how to keep it. An argument that is given is kept. Under
+    `tf.config.experimental.enable_op_determinism()` nothing is chosen by time: K = 1, no codec, a mesh.
 
-    At the learning rate and momentum that synchronous training stands, K = 2 costs less than a point of accuracy, also
-    where each rank has data of other classes. K = 3 costs about as little, and K = 4 up to 2 points; in a short
-    training of a transformer they cost 2 to 4.
+    K = 1 is synchronous training. With K > 1 means are merged K - 1 steps late, alike on all ranks, to the bit. Until
+    one arrives, the rank's own gradient stands in for it: the rank computes at what the optimizer makes of the merged
+    weights and slots and the K - 1 own gradients under way. A step takes max(update + compute, communicate) instead of
+    their sum (Equations 2 and 4), and K - 1 further updates. At the learning rate and momentum that synchronous
+    training stands, K = 2 costs less than a point of accuracy, also if each rank has data of other classes. K = 3 costs
+    about as little, and K = 4 up to 2 points; in a short training of a transformer they cost 2 to 4.
 
     At the end of every epoch, and of `fit`, all means are merged: validation and callbacks there see merged weights.
-    Callbacks within an epoch see the weights that a rank computes with. If they assign weights then, `fit` raises an
-    error. All ranks use the learning rate of rank 0. Where a callback has changed another rank's, a warning says so;
-    with a schedule, with `weight_decay` and K = 1, and with `compensation="none"` it is an error.
+    Callbacks within an epoch see the weights that a rank computes with. If they assign weights then, a K that is given
+    raises an error, and one that ranks choose stays 1; so it does in custom loops. All ranks use the learning rate of
+    rank 0. Where a callback has changed another rank's, a warning says so; with a schedule, with `weight_decay` and K =
+    1 or "auto", and with `compensation="none"` it is an error.
 
     Changes of moving statistics are averaged along, never through a codec. Gradients are clipped before they are
     averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. The others go on without a
@@ -82,10 +91,12 @@ class PipeSGDStrategy(ExchangeStrategy):
     under way.
 
     Args:
-      pipeline_width: K, the number of steps that are under way at a time; at least 1. Default 2.
+      pipeline_width: K, the number of steps that are under way at a time; at least 1. Default "auto": 2 if that saves
+        at least 15 % of a step, else 1; 1 with `compensation="none"`.
       codec: What gradients are encoded with on their way: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8",
-        "sketch"; `codecs.TopK(error_feedback=True)` for the largest only). It takes float32, bfloat16 and float16;
-        gradients of other types travel as they are. Default None.
+        "sketch"; `codecs.TopK(error_feedback=True)` for the largest only); None: as they are. It takes float32,
+        bfloat16 and float16; gradients of other types travel as they are. Default "auto": "int8" if that saves at least
+        15 % of a step, else None.
       num_segments: L, the number of parts that gradients are handed out in, those of the last layers first, so that
         they travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6), and is
         of use with K = 1, where computation takes most of a step: a wider pipe hides communication in any case.
@@ -95,8 +106,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         K - 1 means are dropped. With it and a momentum of 0.9, accuracy is lost at rates that synchronous training
         stands. Default "replay".
       warmup_steps: So many updates of the first `fit` after `compile` are made with K = 1. It takes
-        `compensation="none"`: with a replay early gradients are not late. Default 0.
-      algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
+        `compensation="none"`, and a K that is given: with a replay early gradients are not late. Default 0.
+      algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one, if
+        that saves at least 5 % of a step, else "mesh".
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without it, and share its rows of each batch. In the step in which it was
         lost its gradient is in the mean on all of them, or on none: what is merged stays equal to the bit. Each rank
@@ -141,12 +153,12 @@ class PipeSGDStrategy(ExchangeStrategy):
     def __init__(
         self,
         *,
-        pipeline_width: int = 2,
-        codec: codecs.Codec | str | None = None,
+        pipeline_width: int | str = AUTO,
+        codec: codecs.Codec | str | None = AUTO,
         num_segments: int = 1,
         compensation: str = "replay",
         warmup_steps: int = 0,
-        algorithm: str = "mesh",
+        algorithm: str = AUTO,
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
         patience_seconds: float | None = None,
@@ -155,25 +167,27 @@ class PipeSGDStrategy(ExchangeStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
-        check_integer("pipeline_width", pipeline_width, at_least=1)
+        if pipeline_width != AUTO:
+            check_integer("pipeline_width", pipeline_width, at_least=1)
         check_integer("num_segments", num_segments, at_least=1)
         check_integer("warmup_steps", warmup_steps, at_least=0)
-        check_choice("algorithm", algorithm, sorted(ALGORITHMS))
+        check_choice("algorithm", algorithm, [AUTO, *sorted(ALGORITHMS)])
         check_choice("compensation", compensation, _COMPENSATIONS)
         check_on_peer_loss(on_peer_loss)
-        if warmup_steps and compensation != "none":
+        if warmup_steps and (compensation != "none" or pipeline_width == AUTO):
             raise ValueError(
-                "`warmup_steps` must be 0 unless compensation='none': a replay makes no gradient late. "
-                f"Received: warmup_steps={warmup_steps}, compensation={compensation!r}."
+                "`warmup_steps` must be 0 unless compensation='none', with a `pipeline_width`: a replay makes no "
+                f"gradient late. Received: warmup_steps={warmup_steps}, compensation={compensation!r}, "
+                f"pipeline_width={pipeline_width!r}."
             )
-        codec = codecs.get(codec)
+        codec = AUTO if codec == AUTO else codecs.get(codec)
         if isinstance(codec, codecs.TopK) and not codec.error_feedback:
             raise ValueError(
                 "`codec` must keep what it does not send: take hop_tf.codecs.TopK(error_feedback=True). Without it all "
                 f"but {codec.ratio:.3g} of each gradient's values are lost. Received: codec={codec!r}."
             )
         self._settings = PipeSGDSettings(
-            pipeline_width=int(pipeline_width),
+            pipeline_width=pipeline_width,
             codec=codec,
             num_segments=int(num_segments),
             warmup_steps=int(warmup_steps),
@@ -181,6 +195,9 @@ class PipeSGDStrategy(ExchangeStrategy):
             compensation=compensation,
             on_peer_loss=on_peer_loss or "raise",
         )
+        chooses = self._settings.chooses
+        if is_deterministic():
+            self._settings = self._settings.without_times()
         if patience_seconds is not None and on_peer_loss == "continue" and not self._settings.admits:
             raise ValueError(
                 "`patience_seconds` must be None with compensation='none' and a `pipeline_width` above 1: no rank can "
@@ -201,39 +218,66 @@ class PipeSGDStrategy(ExchangeStrategy):
             min_ranks=min_ranks,
             patience_seconds=patience_seconds,
         )
+        if chooses and not self._settings.chooses:
+            (way,) = self._settings.ways(self.world_size)
+            self._tell(way, *self._settings.widths, "operations are deterministic, so nothing is chosen by times")
 
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
-        optimizer = context.optimizer()
-        is_replayed = self._settings.replays and loss_scale(optimizer) is not None
-        if is_replayed and (every := gradient_accumulation_steps(optimizer)) > 1:
+        settings = self._settings
+        if settings.chooses and is_deterministic():
             raise ValueError(
-                "`compensation` must be 'none' where an optimizer within a LossScaleOptimizer (which Keras adds under "
-                "the policy 'mixed_float16') accumulates gradients: it does so with means only. Or train with "
-                f"'mixed_bfloat16'. Received: compensation='replay', gradient_accumulation_steps={every}."
+                "settings must not be 'auto' with tf.config.experimental.enable_op_determinism(), as times differ from "
+                "run to run. Call it before the strategy is made: then they are fixed. "
+                f"Received: {self._settings}."
             )
-        if self._settings.replays and use_ema(optimizer) and gradient_accumulation_steps(optimizer) > 1:
-            raise ValueError(
-                "`compensation` must be 'none' where an optimizer accumulates gradients and averages weights: it does "
-                "this in every batch, and a replay knows of updates only. Received: use_ema=True, "
-                f"gradient_accumulation_steps={gradient_accumulation_steps(optimizer)}."
-            )
-        return PipeSGDExchange(context, self._settings)
+        problem = _why_narrow(context.optimizer()) if settings.replays else ""
+        if problem and settings.pipeline_width == AUTO:
+            settings = dataclasses.replace(settings, pipeline_width=1)
+        elif problem:
+            raise ValueError(problem)
+        return PipeSGDExchange(context, settings, self._tell)
+
+    def _tell(self, way: Way, width: int, text: str) -> None:
+        """Says what ranks have chosen."""
+        if self._recorder is not None:
+            codec = str(way.codec)
+            self._recorder.add_line("chosen", codec=codec, algorithm=way.algorithm, pipeline_width=width)
+        if self.is_chief:
+            codec = None if way.codec == codecs.Identity() else way.codec
+            if codec is not None and codec == codecs.get(codec.name):
+                codec = codec.name
+            call = f"PipeSGDStrategy(codec={codec!r}, algorithm={way.algorithm!r}, pipeline_width={width})"
+            print(f"hop_tf: {text}. To keep these settings: {call}.", file=sys.stderr, flush=True)
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        admits, weighs_rows = self._settings.admits, self.training.shares is not None
-        return specs_beside(self.world_size, admits=admits, weighs_rows=weighs_rows)
+        return specs_beside(
+            self.world_size,
+            admits=self._settings.admits,
+            weighs_rows=self.training.shares is not None,
+            chooses=self._settings.chooses,
+        )
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
-        is_applied_again = any(other.optimizer() is group.optimizer() for other in others)
-        if is_applied_again and group.exchange.replay is not None:
-            raise ValueError(
-                "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
-                "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
-                f"part. Received: compensation='replay', and {type(group.optimizer()).__name__}, applied again."
-            )
+        again = [other for other in others if other.optimizer() is group.optimizer()]
+        if not again or all(self.makes_way(each) for each in (group, *again)):
+            return
+        raise ValueError(
+            "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
+            "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
+            f"part. Received: compensation='replay', and {type(group.optimizer()).__name__}, applied again."
+        )
 
     def watched(self, group: Group) -> Sequence[tf.Variable]:
         return [*group.trained, *slots_of(group.optimizer(), group.trained).values()]
+
+    def makes_way(self, group: Group) -> bool:
+        """True if K is 1. If ranks choose it, it stays 1 from now on."""
+        exchange = group.exchange
+        if exchange.replay is not None:
+            return False
+        if exchange.tuner is not None:
+            exchange.tuner.is_narrow = True
+        return True
 
     def take_assigned(self, group: Group, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         exchange = group.exchange
@@ -282,6 +326,18 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     def end_step(self, group: Group) -> None:
         meet_newcomers(group, lambda: self._settle(group))
+
+    def graph_of(self, group: Group) -> int:
+        return group.exchange.width
+
+    def change_graph(self, group: Group) -> bool:
+        exchange = group.exchange
+        is_to_widen = exchange.is_to_change and exchange.width == 1
+        if not exchange.is_to_change or (is_to_widen and exchange.tuner.is_narrow):
+            return False
+        self.finish_training(group)
+        exchange.change_width(int(group.step))
+        return True
 
     def _settle(self, group: Group) -> None:
         """Emits the ops that merge all that is under way, and begin with an empty pipe."""
@@ -343,6 +399,24 @@ class PipeSGDStrategy(ExchangeStrategy):
     def break_off(self, group: Group) -> None:
         if group.exchange.replay is not None and group.exchange.in_flight(int(group.step)):
             group.exchange.replay.restore()
+
+
+def _why_narrow(optimizer: Any) -> str:
+    """The error that names what a replay cannot follow of an optimizer; empty: there is nothing."""
+    every = gradient_accumulation_steps(optimizer)
+    if every > 1 and loss_scale(optimizer) is not None:
+        return (
+            "`compensation` must be 'none' where an optimizer within a LossScaleOptimizer (which Keras adds under "
+            "the policy 'mixed_float16') accumulates gradients: it does so with means only. Or train with "
+            f"'mixed_bfloat16'. Received: compensation='replay', gradient_accumulation_steps={every}."
+        )
+    if every > 1 and use_ema(optimizer):
+        return (
+            "`compensation` must be 'none' where an optimizer accumulates gradients and averages weights: it does "
+            "this in every batch, and a replay knows of updates only. Received: use_ema=True, "
+            f"gradient_accumulation_steps={every}."
+        )
+    return ""
 
 
 def _begin_pipe(group: Group) -> None:

@@ -117,8 +117,13 @@ class BatchesTest(tf.test.TestCase):
 
 class KindTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("synchronous", hop_tf.PipeSGDStrategy, {"pipeline_width": 1}),
-        ("pipe:3:compensation=none", hop_tf.PipeSGDStrategy, {"pipeline_width": 3, "compensation": "none"}),
+        ("synchronous", hop_tf.PipeSGDStrategy, {"pipeline_width": 1, "codec": None, "algorithm": "mesh"}),
+        (
+            "pipe:3:codec=int8",
+            hop_tf.PipeSGDStrategy,
+            {"pipeline_width": 3, "codec": "int8", "algorithm": "mesh"},
+        ),
+        ("auto", hop_tf.PipeSGDStrategy, {}),
         ("dts:20:12", hop_tf.DTSStrategy, {"delay": 20, "interval": 12}),
         ("canary:bsp", hop_tf.CanaryStrategy, {"consistency": "bsp"}),
         ("canary:codec=null", hop_tf.CanaryStrategy, {"codec": None}),

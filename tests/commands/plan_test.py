@@ -268,7 +268,8 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         # All settings in one table: here 1.2 s for a pipeline of float32, and what that has cost.
         self.assertRegex(
             text,
-            r"PipeSGDStrategy\(pipeline_width=2\) +1200\.2 ms +1200\.2 ms +100% +150\.0 MB +400\.0 MB +"
+            r"PipeSGDStrategy\(pipeline_width=2, algorithm='mesh', codec=None\) +1200\.2 ms"
+            r" +1200\.2 ms +100% +150\.0 MB +400\.0 MB +"
             r"-0\.90 to -0\.03",
         )
 

@@ -46,7 +46,16 @@ class CallsTest(parameterized.TestCase):
         (_HOP, {"topology": "ring", "update_order": "serial", "on_peer_loss": "raise"}),
         (_PIPE_SGD, {}),
         (_PIPE_SGD, {"pipeline_width": 3, "codec": "int8", "num_segments": 2, "algorithm": "ring", **_OF_ALL}),
-        (_PIPE_SGD, {"compensation": "none", "warmup_steps": 5, "codec": codecs.TopK(ratio=0.1, error_feedback=True)}),
+        (_PIPE_SGD, {"codec": None, "algorithm": "mesh"}),
+        (
+            _PIPE_SGD,
+            {
+                "pipeline_width": 2,
+                "compensation": "none",
+                "warmup_steps": 5,
+                "codec": codecs.TopK(ratio=0.1, error_feedback=True),
+            },
+        ),
         (_DTS, {"delay": 8, "interval": 2, "codec": "truncate16", "batch_shares": "auto"}),
     )
     def test_what_was_given_is_told_and_nothing_else(self, strategy, arguments):

@@ -20,7 +20,7 @@ _STRATEGIES = {
     "replay": lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=3, **arguments),
     "synchronous": lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=1, **arguments),
     "bsp": lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", codec=None, **arguments),
-    "none": lambda **arguments: hop_tf.PipeSGDStrategy(compensation="none", **arguments),
+    "none": lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=2, compensation="none", **arguments),
 }
 
 

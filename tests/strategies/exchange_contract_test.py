@@ -33,6 +33,7 @@ from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.membership import Interrupted
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime import AveragingExchange
+from hop_tf.runtime.autotuning import Autotuner, Pace
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Outgoing
 from hop_tf.runtime.group import ExchangeContext
@@ -366,6 +367,20 @@ class AveragesGradients(Averages):
         Training.check_no_op(self, outgoing, incoming)
 
 
+class AveragesAndChooses(AveragesGradients):
+    """The same, where ranks choose how they average: another way than others in the same step would never end."""
+
+    def _values(self, session, step):
+        *tensors, _, rates = super()._values(session, step)
+        return [*tensors, np.zeros(Autotuner.spec(len(_RANKS)).num_elements), rates]
+
+    def _check_mean(self, session, step, index, mean):
+        if self.packing.specs[index] == Autotuner.spec(len(_RANKS)):
+            np.testing.assert_array_equal(mean, np.ones_like(mean))  # K.
+        else:
+            super()._check_mean(session, step, index, mean)
+
+
 class Mixes(Training):
     """Hop on a complete graph: a rank's parameters become the mean of all that took part, then it adds its own change.
 
@@ -655,6 +670,19 @@ def _pipe_sgd(context):
     return PipeSGDExchange(context, settings)
 
 
+class _HastyPipeSGDExchange(PipeSGDExchange):
+    """Of three steps, the last one goes another way, if communication takes long."""
+
+    pace = Pace(skipped=0, measured=1, block=1)
+
+
+def _pipe_sgd_auto(context):
+    settings = PipeSGDSettings(
+        pipeline_width=1, codec=codecs.Identity(), num_segments=2, compensation="none", algorithm="auto"
+    )
+    return _HastyPipeSGDExchange(context, settings)
+
+
 def _dts(context):
     return DTSExchange(context, DTSSettings(delay=2, interval=1, codec=codecs.Identity(), algorithm="mesh"))
 
@@ -715,6 +743,12 @@ _GRADIENTS = {
     "beside": (CommonRate.spec(len(_RANKS)),),
     "value_beside": _rates,
 }
+_CHOICES = {
+    "training": AveragesAndChooses,
+    "step_seconds": 0.05,
+    "beside": (Autotuner.spec(len(_RANKS)), CommonRate.spec(len(_RANKS))),
+    "value_beside": _rates,
+}
 _WINDOWS = {  # Several are under way at a time.
     "step_seconds": 0.05,
     "beside": (TensorSpec("counts", (1,), tf.float32, exact=True),),
@@ -734,6 +768,8 @@ MEMBERS = {
     "averaging_ring_continue": Member(_ring, **_CONTINUES),
     "pipe_sgd": Member(_pipe_sgd, **_GRADIENTS),
     "pipe_sgd_continue": Member(_pipe_sgd, **_GRADIENTS, **_CONTINUES),
+    "pipe_sgd_auto": Member(_pipe_sgd_auto, **_CHOICES),
+    "pipe_sgd_auto_continue": Member(_pipe_sgd_auto, **_CHOICES, **_CONTINUES),
     "dts": Member(_dts, **_WINDOWS),
     "dts_continue": Member(_dts, **_WINDOWS, **_CONTINUES),
     "canary_synchronous": Member(_canary_synchronous, **_GRADIENTS),

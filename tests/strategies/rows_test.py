@@ -32,12 +32,12 @@ _RATE = 1 / 16
 # By name: what makes the strategy, its arguments, and for how many steps the rows of a lost rank are left out: until
 # the first mean without it is merged.
 _LOCK_STEP = {
-    "pipe_sgd": (hop_tf.PipeSGDStrategy, {}, 2),
+    "pipe_sgd": (hop_tf.PipeSGDStrategy, {"pipeline_width": 2}, 2),
     "pipe_sgd_sync": (hop_tf.PipeSGDStrategy, {"pipeline_width": 1}, 1),
     "canary": (hop_tf.CanaryStrategy, {"consistency": "bsp", "codec": None}, 1),
     "dts": (hop_tf.DTSStrategy, {"delay": 2, "interval": 2}, 4),
-    "pipe_sgd_shares": (hop_tf.PipeSGDStrategy, {"batch_shares": _SHARES}, 2),
-    "pipe_sgd_as_printed": (hop_tf.PipeSGDStrategy, {"compensation": "none"}, 2),
+    "pipe_sgd_shares": (hop_tf.PipeSGDStrategy, {"pipeline_width": 2, "batch_shares": _SHARES}, 2),
+    "pipe_sgd_as_printed": (hop_tf.PipeSGDStrategy, {"pipeline_width": 2, "compensation": "none"}, 2),
     "pipe_sgd_segments": (hop_tf.PipeSGDStrategy, {"pipeline_width": 3, "num_segments": 2, "algorithm": "ring"}, 3),
 }
 _OTHERS = {

@@ -8,6 +8,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs, timing
+from hop_tf.runtime.autotuning import WORTHWHILE
 
 _NETWORK = timing.NetworkCosts(
     latency_seconds=1e-3, seconds_per_byte=1e-9, reduce_seconds_per_byte=1e-10, synchronization_seconds=2e-3
@@ -61,11 +62,9 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertAllClose([of_ring, of_mesh], [0.15, 0.45])
         plan = timing.recommend(network, _STEP, **arguments)
-        self.assertEqual((plan.algorithm, plan.codec, plan.pipeline_width), ("ring", "identity", 2))
-        self.assertIn(
-            "communication without a codec 0.45 s. That is in a mesh; in a ring it takes 0.15 s. Width 2 hides",
-            plan.reason,
-        )
+        # With segments a step takes 0.34 s, and with a wide pipe 0.3.
+        self.assertEqual((plan.algorithm, plan.codec, plan.pipeline_width), ("ring", "identity", 1))
+        self.assertIn("codec 0.45 s. That is in a mesh; in a ring it takes 0.15 s.", plan.reason)
         plan = timing.recommend(network, timing.Step(forward_seconds=0.01), **arguments)
         self.assertEqual((plan.algorithm, plan.codec), ("ring", "int8"))
         self.assertIn("communication without a codec 0.45 s. int8 in a ring shortens it to 0.03779 s.", plan.reason)
@@ -107,10 +106,15 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_recommends_to_hide_what_can_be_hidden(self):
         network = timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=1.5e-9)  # 0.225 s.
-        plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8)
+        plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8, codec_names=("identity",))
         self.assertEqual((plan.pipeline_width, plan.codec), (2, "identity"))
         self.assertAllClose(plan.scaling_efficiency, 1.0, atol=0.02)
         self.assertIn("as long as computation", plan.reason)
+
+    def test_prefers_a_codec_to_a_delay(self):
+        network = timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=1.5e-9)
+        plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8)
+        self.assertEqual((plan.pipeline_width, plan.codec), (1, "int8"))
 
     def test_recommends_a_codec_where_links_are_slow(self):
         network = timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=8e-9)  # 1 Gbit/s: 1.2 s.
@@ -121,7 +125,7 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
         )
         self.assertEqual(slow_codec.codec, "truncate16")
 
-    def test_recommendation_is_the_best(self):
+    def test_no_other_setting_is_worth_a_change(self):
         random = np.random.default_rng(0)
         for _ in range(200):
             network = timing.NetworkCosts(
@@ -139,7 +143,7 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
                     codec=codec,
                     algorithm=algorithm,
                 )
-                self.assertLessEqual(best.step_seconds, 1.021 * other.step_seconds)
+                self.assertLessEqual((1 - WORTHWHILE) * best.step_seconds, 1.001 * other.step_seconds)
 
     def test_sparse_vectors_go_by_all_gather(self):
         """Where that takes fewer bytes: one message, and a rank sends to and adds those of three others."""
@@ -320,6 +324,11 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual((plan.delay, plan.interval, plan.codec), (8, 8, "identity"))
         self.assertAllClose(plan.step_seconds, 2.5 / 8)
         self.assertIn("its bytes occupy the links for 2.5 s", plan.reason)
+
+    def test_prefers_a_codec_to_a_delay(self):
+        network = timing.NetworkCosts(latency_seconds=1e-4, seconds_per_byte=1.5e-9)
+        plan = timing.recommend(network, _STEP, world_size=4, num_bytes=1e8)
+        self.assertEqual((plan.pipeline_width, plan.codec), (1, "int8"))
 
     def test_recommends_a_codec_where_links_are_slow(self):
         """5 Mbit/s: windows of 12 steps are 24 s of bytes with float32, 6.05 s with int8, 0.72 s with the largest 1 %.

@@ -47,7 +47,13 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     data_plane = data_planes[rank % len(data_planes)]
     options = hop_tf.CommunicationOptions(timeout_seconds=60 if kill_at is None else 20, data_plane=data_plane)
-    own = {"compensation": "none", **settings[rank % len(settings)]}
+    own = {
+        "pipeline_width": 2,
+        "codec": None,
+        "algorithm": "mesh",
+        "compensation": "none",
+        **settings[rank % len(settings)],
+    }
     strategy = hop_tf.PipeSGDStrategy(communication_options=options, **own)
     with strategy.scope():
         model = _model()

@@ -25,6 +25,8 @@ _EPSILON = 1e-2  # Adam's own one makes as much of a rounding as of a gradient.
 
 
 def _cluster(world_size, **settings):
+    settings = {"pipeline_width": 2, "codec": None, "algorithm": "mesh", **settings}
+
     def make_strategy(cluster_resolver):
         return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
 

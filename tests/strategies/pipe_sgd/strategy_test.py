@@ -23,7 +23,7 @@ _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
 
 def _cluster(world_size, **settings):
-    settings = {"compensation": "none", **settings}
+    settings = {"pipeline_width": 2, "codec": None, "algorithm": "mesh", "compensation": "none", **settings}
 
     def make_strategy(cluster_resolver):
         return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
@@ -560,7 +560,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         ({"pipeline_width": 0}, ValueError, "`pipeline_width` must be an integer of at least 1. Received:.*=0"),
         ({"num_segments": 0}, ValueError, "`num_segments` must be an integer of at least 1"),
         ({"warmup_steps": -1}, ValueError, "`warmup_steps` must be an integer of at least 0"),
-        ({"algorithm": "tree"}, ValueError, "`algorithm` must be one of mesh, ring. Received: algorithm='tree'"),
+        ({"algorithm": "tree"}, ValueError, "`algorithm` must be one of auto, mesh, ring. Received: algorithm='tree'"),
         ({"compensation": "keep"}, ValueError, "`compensation` must be one of replay, none. Received: .*='keep'"),
         ({"warmup_steps": 5}, ValueError, "`warmup_steps` must be 0 unless compensation='none'.* Received: .*=5"),
         ({"codec": "int4"}, ValueError, "`codec` must be one of"),

@@ -1,0 +1,372 @@
+"""`Autotuner`: chooses how ranks average, by what they measure, so that all choose alike in the same step.
+
+Beside the values of a step each rank hands out what it has measured of the step before. A mean is equal to the bit on
+all ranks, also if one is lost meanwhile. All else is arithmetic on means. So no rank has to ask another one.
+
+The candidates are pairs of a *way*, an algorithm with a codec, and a width K. Of each candidate a step takes
+
+    K = 1       computing + communicating            (Pipe-SGD, Equation 2)
+    K >= 2      max(computing, communicating)        (Equation 4)
+
+and one that changes training more than another has to save `WORTHWHILE` of that one's step.
+
+    exploring   Each way makes a few steps at the least width; only the first one, if communicating is short. If a
+                larger width promises enough, it makes a few steps, too. Before another one than the first candidate is
+                chosen, that one makes a few steps more, unless it is slower by far: programs are slower when they have
+                just begun.
+    settled     What is chosen is kept, until its times are others for two blocks of steps. Then ranks explore again;
+                also if other ranks take part than before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.codecs import Codec, Identity
+from hop_tf.tensors.packing import TensorSpec
+
+AUTO = "auto"
+# Of a step: what a codec or a wider pipe has to save to be chosen. And what another algorithm has to.
+WORTHWHILE = 0.15
+RESOLUTION = 0.05
+_MUCH_FASTER = 0.5
+# Of a step: a change of its times that may change the choice.
+_CHANGE = 0.2
+# Steps of a session that exploring may take: so many, and such a share of all.
+_FREE_STEPS, _SHARE_OF_STEPS = 100, 0.01
+# It has a column for each rank: the times of `Times`, one of the next two, or 0, and the number of what it has chosen.
+_SPEC_NAME = "hop_tf_times"
+_IS_NARROW, _IS_LATE = 1, 2
+_LEAST_SECONDS = 1e-9  # A period of 0 stands for a rank that takes no part.
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an all-reduce goes.
+
+    Attributes:
+      algorithm: See `hop_tf.collectives.get_algorithm`.
+      codec: What values are encoded with.
+    """
+
+    algorithm: str
+    codec: Codec
+
+    def __str__(self) -> str:
+        encoded = "lossless" if self.codec == Identity() else self.codec.name
+        return f"{encoded} over a {self.algorithm}"
+
+
+class Setting(NamedTuple):
+    """A candidate: the index of a way, and a width."""
+
+    way: int
+    width: int
+
+
+class Times(NamedTuple):
+    """What a step has taken, in seconds: from one begin of an exchange to the next one; the part of the exchange."""
+
+    period: float
+    exchange: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How many steps are measured.
+
+    Attributes:
+      skipped: Steps after a change that are not measured; twice as many before the first ones that are.
+      measured: Steps of each candidate that are.
+      block: Steps of a block, of which the median counts.
+    """
+
+    skipped: int = 2
+    measured: int = 4
+    block: int = 16
+
+
+def choose(
+    candidates: Sequence,
+    seconds: Callable[[object], float],
+    change: Callable[[object], object],
+    least_seconds: Callable[[object], float] | None = None,
+) -> object:
+    """The candidate that is worth what it changes.
+
+    Args:
+      candidates: Those that change training least come first.
+      seconds: The duration of a candidate's step.
+      change: What it changes of training. If that is the same for two candidates, the later one need only be faster by
+        `RESOLUTION`, else by `WORTHWHILE`.
+      least_seconds: What its step takes at least, where durations vary: others have to be faster than that. Default:
+        `seconds`.
+    """
+    least_seconds = least_seconds or seconds
+    best = candidates[0]
+    for candidate in candidates[1:]:
+        share = RESOLUTION if change(candidate) == change(best) else WORTHWHILE
+        if seconds(candidate) <= (1 - share) * least_seconds(best):
+            best = candidate
+    return best
+
+
+class Autotuner:
+    """See above. One for each exchange; called by its communication thread only.
+
+    Args:
+      ways: The ways; those that change training least come first.
+      widths: The least width, and if ranks may choose it, a larger one.
+      rank: This rank.
+      world_size: n.
+      tell: Called with a way, a width, and a text that says what their step takes, when ranks have chosen others than
+        before.
+      pace: How many steps are measured.
+
+    Attributes:
+      setting: That of the next step.
+      is_narrow: True if the program does what a wider pipe cannot follow.
+    """
+
+    def __init__(
+        self,
+        ways: Sequence[Way],
+        widths: Sequence[int],
+        *,
+        rank: int,
+        world_size: int,
+        tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
+        pace: Pace | None = None,
+    ):
+        self.ways, self._widths = ways, widths
+        self._settings = [Setting(way, width) for width in widths for way in range(len(ways))]
+        self._rank, self._world_size = rank, world_size
+        self._tell, self._pace = tell, pace or Pace()
+        self.is_narrow = False
+        self._settled: Setting | None = None
+        self.begin(widths[0])
+
+    @staticmethod
+    def spec(world_size: int) -> TensorSpec:
+        """What travels beside a step's values."""
+        return TensorSpec(_SPEC_NAME, (4, world_size), tf.float64, on_host=True)
+
+    @staticmethod
+    def find_spec(specs: Sequence[TensorSpec]) -> int | None:
+        """The index of what `spec` has made; None if nothing is chosen."""
+        return next((index for index, spec in enumerate(specs) if spec.name == _SPEC_NAME), None)
+
+    def begin(self, width: int) -> None:
+        """A session begins. Its first step tells what the first rank has chosen in the one before.
+
+        Args:
+          width: That of the graph. It may be another one on another rank; the way is the same.
+        """
+        self._present: list[int] | None = None
+        self._may_widen = len(self._widths) > 1
+        self._num_steps = self._num_explored = 0
+        self._begin_with(Setting(0, width))
+
+    def state(self) -> np.ndarray:
+        """What a rank that joins between two steps has to know."""
+        settled = -1 if self._settled is None else self._settings.index(self._settled)
+        numbers = [self._settings.index(self.setting), settled, self._num_steps, self._num_explored]
+        return np.array(numbers, np.int64)
+
+    def take_state(self, state: np.ndarray) -> None:
+        """Takes what another rank has given. That a rank has joined changes who takes part: all explore again."""
+        setting, settled, self._num_steps, self._num_explored = state.tolist()
+        self._settled = None if settled < 0 else self._settings[settled]
+        self._present = []
+        self._begin_with(self._settings[setting])
+
+    def _begin_with(self, setting: Setting) -> None:
+        self.setting = setting
+        self._is_exploring = False
+        self._results: dict[Setting, Times] = {}  # Medians.
+        self._least: dict[Setting, Times] = {}
+        self._is_tried_again = False
+        self._begin_measuring()
+
+    def _begin_measuring(self) -> None:
+        self._age = 0
+        self._measured: list[Times] = []
+
+    def own(self, times: Times, is_late: bool = False) -> np.ndarray:
+        """What this rank hands out beside a step.
+
+        Args:
+          times: What it has measured of the step before.
+          is_late: Whether the program has another width yet. Default: it has the one that was chosen.
+        """
+        settled = 0 if self._settled is None else 1 + self._settings.index(self._settled)
+        table = np.zeros((4, self._world_size))
+        state = _IS_NARROW if self.is_narrow else _IS_LATE if is_late else 0
+        table[:, self._rank] = max(times.period, _LEAST_SECONDS), times.exchange, state, settled
+        return table
+
+    def hear(self, mean: np.ndarray) -> None:
+        """Takes the mean of what ranks have handed out beside a step, and chooses the setting of the next one."""
+        if len(self._settings) == 1:
+            return
+        periods, exchanges, states, settled = mean.reshape(4, -1).tolist()
+        present = [rank for rank, period in enumerate(periods) if period]
+        states = {round(state * len(present)) for state in states}
+        self._may_widen = len(self._widths) > 1 and _IS_NARROW not in states
+        self._num_steps += 1
+        self._age = 0 if _IS_LATE in states else self._age + 1
+        if present != self._present:
+            self._change_ranks(present, round(settled[present[0]] * len(present)))
+            return
+        self._num_explored += self._is_exploring
+        if self.setting.width > self._widths[0] and not self._may_widen:
+            self._narrow()
+        # The first step of a wider pipe waits for nothing.
+        elif self._age > self._pace.skipped * (1 if self.setting.width == 1 else 2):
+            # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
+            self._measured.append(Times(sum(periods), min(exchanges[rank] for rank in present) * len(present)))
+            self._look()
+
+    def _change_ranks(self, present: list[int], settled: int) -> None:
+        is_first, self._present = self._present is None, present
+        if is_first:
+            self._settled = self._settings[settled - 1] if settled else None
+        if is_first and settled:
+            self._settle(self._settled)
+        else:
+            self._explore()
+
+    def _look(self) -> None:
+        """Something was measured: looks if that is enough to go on."""
+        if self._is_exploring:
+            if len(self._measured) == self._pace.measured:
+                self._note_results()
+                self._try_next()
+        elif len(self._measured) == self._pace.block:
+            self._compare_block()
+
+    def _note_results(self) -> None:
+        """Notes what was measured; of a setting that is tried again, the better of both times."""
+        setting = self.setting
+        before = [self._results[setting]] if setting in self._results else []
+        self._results[setting] = _least([self._median(), *before])
+        self._least[setting] = _least([*self._measured, *before])
+
+    def _median(self) -> Times:
+        return Times(*map(statistics.median, zip(*self._measured, strict=True)))
+
+    # Exploring.
+
+    def _explore(self) -> None:
+        """Begins to explore, unless ranks have done so too often."""
+        if self._num_explored >= _FREE_STEPS + _SHARE_OF_STEPS * self._num_steps:
+            self._settle(self._settled or self._settings[0])
+        else:
+            self._begin_with(self._settings[0])
+            self._is_exploring = True
+            self._age = -self._pace.skipped
+
+    def _try_next(self) -> None:
+        tried = self._results.keys()
+        narrow = self._settings[: len(self.ways)]
+        if not self._has_to_hide():
+            self._choose(narrow[:1])
+        elif len(tried) < len(narrow):
+            self._try(narrow[len(tried)])
+        else:
+            candidates = self._settings if self._may_widen else narrow
+            best = self._best(candidates)
+            if best not in tried:
+                self._try(best)
+            elif best == narrow[0] or self._is_tried_again or self._is_much_faster(best):
+                self._choose(candidates)
+            else:
+                self._is_tried_again = True
+                self._try(narrow[0])
+
+    def _try(self, setting: Setting) -> None:
+        self.setting = setting
+        self._begin_measuring()
+
+    def _has_to_hide(self) -> bool:
+        """True if shorter communication may save `WORTHWHILE` of a step."""
+        first = self._results[self._settings[0]]
+        share = first.exchange / first.period
+        return share > (WORTHWHILE if self._widths[0] == 1 else 1 - WORTHWHILE)  # A wide pipe hides the rest.
+
+    def _is_much_faster(self, setting: Setting) -> bool:
+        """True if the first candidate, which was tried when the program had just begun, is slower by far."""
+        return self.seconds(setting) < _MUCH_FASTER * self.seconds(self._settings[0], self._least)
+
+    def seconds(self, setting: Setting, results: Mapping[Setting, Times] | None = None) -> float:
+        """The duration of a step: as measured with a wider pipe, else as predicted.
+
+        Args:
+          setting: The candidate.
+          results: Times of each that has made some steps. Default: medians.
+        """
+        results = results or self._results
+        if setting.width > 1 and setting in results:
+            return results[setting].period
+        narrow = [results[each] for each in results if each.width == 1]
+        computing = statistics.median(times.period - times.exchange for times in narrow)
+        communicating = results[Setting(setting.way, 1)].exchange
+        return computing + communicating if setting.width == 1 else max(computing, communicating)
+
+    def _best(self, candidates: Sequence[Setting]) -> Setting:
+        def change(setting: Setting) -> tuple:
+            return self.ways[setting.way].codec, setting.width
+
+        return choose(candidates, self.seconds, change, lambda setting: self.seconds(setting, self._least))
+
+    # Settled.
+
+    def _choose(self, candidates: Sequence[Setting]) -> None:
+        best = self._best(candidates)
+        first = self._settings[0]
+        text = f"{self.describe(best)}: {1e3 * self.seconds(best):.3g} ms a step"
+        if best != first:
+            text += f"; {self.describe(first)}: {1e3 * self.seconds(first):.3g} ms"
+        is_new = best != self._settled
+        self._settle(best)
+        if is_new:
+            self._tell(self.ways[best.way], best.width, text)
+
+    def describe(self, setting: Setting) -> str:
+        """A setting in words."""
+        return f"{self.ways[setting.way]}, K = {setting.width}"
+
+    def _settle(self, setting: Setting) -> None:
+        self._settled = setting
+        self._begin_with(setting)
+        self._basis: Times | None = None
+        self._has_changed = False
+
+    def _narrow(self) -> None:
+        """A rank's program turns out to do what a wider pipe cannot follow."""
+        way, width = self.setting.way, self._widths[0]
+        self._settle(Setting(way, width))
+        self._tell(self.ways[way], width, f"{self.describe(self.setting)}: no wider pipe can follow the program")
+
+    def _compare_block(self) -> None:
+        """Explores again after two blocks of steps whose times are others than those of the first block."""
+        times = self._median()
+        self._measured.clear()
+        if self._basis is None:
+            self._basis = times
+            return
+        longest = max(times.period, self._basis.period)
+        differs = any(abs(now - then) > _CHANGE * longest for now, then in zip(times, self._basis, strict=True))
+        if differs and self._has_changed:
+            self._explore()
+        self._has_changed = differs
+
+
+def _least(times: Sequence[Times]) -> Times:
+    return Times(*map(min, zip(*times, strict=True)))

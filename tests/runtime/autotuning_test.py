@@ -1,0 +1,227 @@
+"""`Autotuner`: what it chooses on links and for computations whose times are given, on all ranks alike."""
+
+import dataclasses
+
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from hop_tf import codecs
+from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times, Way, choose
+
+_WAYS = [
+    Way("mesh", codecs.Identity()),
+    Way("ring", codecs.Identity()),
+    Way("mesh", codecs.Int8()),
+    Way("ring", codecs.Int8()),
+]
+_MESH, _RING, _INT8, _INT8_RING = range(4)
+_WIDTHS = (1, 2)
+
+
+@dataclasses.dataclass
+class _World:
+    """Ranks in lock step whose steps take what is said here, give or take a tenth.
+
+    Attributes:
+      computing: Seconds that a step computes.
+      sending: Seconds of an all-reduce, for each way.
+    """
+
+    computing: float
+    sending: tuple[float, ...]
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(3)
+        self.tuners = {}
+        self.told = []
+        self.settings = []  # Of each step.
+        self._times = {}
+
+    def begin(self, num_ranks=3, widths=_WIDTHS, **arguments):
+        self.tuners = {rank: self._make(rank, num_ranks, widths, **arguments) for rank in range(num_ranks)}
+        self._times = dict.fromkeys(range(num_ranks), Times(0.0, 0.0))
+        return self
+
+    def begin_again(self):
+        for tuner in self.tuners.values():
+            tuner.begin(tuner.setting.width)
+
+    def _make(self, rank, num_ranks, widths, ways=_WAYS, **arguments):
+        tell = lambda way, width, text: self.told.append(text) if rank == 0 else None  # noqa: E731
+        return Autotuner(ways, widths, rank=rank, world_size=num_ranks, tell=tell, **arguments)
+
+    def step(self, number=1):
+        for _ in range(number):
+            (setting,) = {tuner.setting for tuner in self.tuners.values()}
+            self.settings.append(setting)
+            mean = np.mean([tuner.own(self._times[rank]) for rank, tuner in self.tuners.items()], axis=0)
+            for rank, tuner in self.tuners.items():
+                tuner.hear(mean.ravel())
+                self._times[rank] = self._take(rank, setting)
+
+    def _take(self, rank, setting):
+        computing = self.computing * self.random.uniform(0.9, 1.1)
+        sending = self.sending[setting.way] * self.random.uniform(0.95, 1.05)
+        period = computing + sending if setting.width == 1 else max(computing, sending)
+        return Times(period, sending + self.random.uniform(0, 0.02) * (rank > 0))  # It has waited for rank 0.
+
+    @property
+    def setting(self):
+        (setting,) = {tuner.setting for tuner in self.tuners.values()}
+        return setting
+
+
+class AutotunerTest(parameterized.TestCase):
+    @parameterized.named_parameters(
+        ("fast", 0.1, (0.01, 0.01, 0.01, 0.01), Setting(_MESH, 1)),
+        ("next_to_nothing_to_win", 0.1, (0.017, 0.01, 0.005, 0.005), Setting(_MESH, 1)),
+        ("slow", 0.01, (0.3, 0.25, 0.08, 0.079), Setting(_INT8, 1)),
+        ("ring_is_faster", 0.01, (0.3, 0.2, 0.2, 0.18), Setting(_RING, 1)),
+        ("ring_with_codec", 0.01, (0.3, 0.2, 0.1, 0.06), Setting(_INT8_RING, 1)),
+        ("codec_is_slow", 0.01, (0.3, 0.3, 0.28, 0.29), Setting(_MESH, 1)),
+        ("as_long_as_computing", 0.1, (0.1, 0.11, 0.095, 0.1), Setting(_MESH, 2)),
+        ("codec_is_enough", 0.1, (0.1, 0.1, 0.012, 0.02), Setting(_INT8, 1)),
+        ("both", 0.1, (0.4, 0.4, 0.1, 0.1), Setting(_INT8, 2)),
+    )
+    def test_chooses(self, computing, sending, expected):
+        world = _World(computing, sending).begin()
+        world.step(80)
+        self.assertEqual(world.setting, expected)
+        self.assertLen(world.told, 1)
+        self.assertEqual(len(set(world.settings[-20:])), 1)
+
+    def test_explores_for_few_steps(self):
+        fast = _World(0.1, (0.01,) * 4).begin()
+        fast.step(60)
+        self.assertEqual({setting.way for setting in fast.settings}, {_MESH})
+        slow = _World(0.1, (0.4, 0.4, 0.1, 0.1)).begin()
+        slow.step(60)
+        first = slow.settings.index(slow.setting)
+        self.assertLess(first, 40)
+
+    def test_a_program_that_is_slow_at_first(self):
+        """What is tried first is no better or worse for that."""
+        world = _World(0.1, (0.1, 0.1, 0.1, 0.1)).begin(widths=(1,))
+        take = world._take
+
+        def slow_at_first(rank, setting):
+            growth = 1.5 if len(world.settings) < 20 else 1.0
+            return Times(*(growth * seconds for seconds in take(rank, setting)))
+
+        world._take = slow_at_first
+        world.step(60)
+        self.assertIn(Setting(_INT8, 1), world.settings)
+        self.assertEqual(world.setting, Setting(_MESH, 1))
+
+    def test_a_wide_pipe_is_kept_only_if_it_is_as_good_as_was_predicted(self):
+        world = _World(0.1, (0.1, 0.1, 0.1, 0.1)).begin()
+        take = world._take
+        world._take = lambda rank, setting: take(rank, setting._replace(width=1))  # Nothing is hidden.
+        world.step(60)
+        self.assertIn(Setting(_MESH, 2), world.settings)
+        self.assertEqual(world.setting, Setting(_MESH, 1))
+
+    @parameterized.parameters(
+        ((2,), 0.1, (0.06, 0.06, 0.02, 0.02), Setting(_MESH, 2)),  # Hidden in any case.
+        ((2,), 0.1, (0.4, 0.4, 0.1, 0.1), Setting(_INT8, 2)),
+        ((1,), 0.1, (0.1, 0.1, 0.09, 0.09), Setting(_MESH, 1)),
+    )
+    def test_a_width_that_was_given_is_kept(self, widths, computing, sending, expected):
+        world = _World(computing, sending).begin(widths=widths)
+        world.step(60)
+        self.assertEqual(world.setting, expected)
+        self.assertEqual({setting.width for setting in world.settings}, set(widths))
+
+    def test_a_link_becomes_slower_and_recovers(self):
+        world = _World(0.01, (0.001,) * 4).begin()
+        for number_before in (300, 1000):
+            world.sending = (0.001,) * 4
+            world.step(number_before)
+            self.assertEqual(world.setting, Setting(_MESH, 1))
+            world.sending = (0.5, 0.5, 0.15, 0.15)
+            world.step(200)
+            self.assertEqual(world.setting, Setting(_INT8, 1))
+        world.sending = (0.001,) * 4
+        world.step(200)
+        self.assertEqual(world.setting, Setting(_MESH, 1))
+
+    def test_explores_seldom(self):
+        """Of a link that changes all the time, too."""
+        world = _World(0.1, (0.5, 0.5, 0.15, 0.15)).begin()
+        for number in range(400):
+            world.sending = ((0.01,) * 4, (0.5, 0.5, 0.15, 0.15))[number % 2]
+            world.step(50)
+        tuner = world.tuners[0]
+        self.assertLess(tuner._num_explored, 100 + 0.01 * 20_000 + 40)
+
+    def test_does_not_explore_again_for_nothing(self):
+        world = _World(0.1, (0.5, 0.5, 0.15, 0.15)).begin()
+        world.step(2000)
+        self.assertLen(world.told, 1)
+
+    def test_the_next_session_begins_with_what_the_first_rank_has_chosen(self):
+        world = _World(0.01, (0.3, 0.25, 0.08, 0.08)).begin()
+        world.step(60)
+        world.tuners[1]._settled = None  # It has ended early.
+        world.begin_again()
+        world.step(3)
+        self.assertEqual(world.settings[-3:], [Setting(_MESH, 1), *[Setting(_INT8, 1)] * 2])
+
+    def test_explores_again_when_a_rank_has_left_and_when_one_joins(self):
+        world = _World(0.01, (0.3, 0.25, 0.08, 0.08)).begin()
+        for number_before in range(3, 60, 8):  # In the middle of exploring, and afterwards.
+            world.begin()
+            world.step(number_before)
+            tuner = world.tuners.pop(1)
+            world.sending = (0.001,) * 4
+            world.step(60)
+            self.assertEqual(world.setting, Setting(_MESH, 1))
+            tuner.begin(1)
+            tuner.take_state(world.tuners[0].state())
+            world.tuners[1] = tuner
+            world.sending = (0.3, 0.25, 0.08, 0.08)
+            world.step(60)
+            self.assertEqual(world.setting, Setting(_INT8, 1))
+            states = {tuple(tuner.state()) for tuner in world.tuners.values()}
+            self.assertLen(states, 1)
+
+    def test_a_program_that_no_wide_pipe_can_follow(self):
+        world = _World(0.1, (0.1, 0.11, 0.095, 0.1)).begin()
+        world.tuners[2].is_narrow = True
+        world.step(60)
+        self.assertEqual({setting.width for setting in world.settings}, {1})
+        world.tuners[2].is_narrow = False
+        world.begin_again()
+        world.tuners[0]._settled = Setting(_MESH, 2)
+        world.step(10)
+        self.assertEqual(world.setting.width, 2)
+        world.tuners[1].is_narrow = True  # It turns out late.
+        world.step()
+        self.assertEqual(world.setting, Setting(_MESH, 1))
+
+    def test_one_setting(self):
+        world = _World(0.1, (0.1,)).begin(widths=(2,), ways=_WAYS[:1])
+        world.step(50)
+        self.assertEqual(world.setting, Setting(_MESH, 2))
+        self.assertEmpty(world.told)
+
+    def test_says_what_a_step_takes(self):
+        world = _World(0.01, (0.3, 0.25, 0.08, 0.08)).begin(pace=Pace(measured=9))
+        world.step(60)
+        self.assertRegex(
+            world.told[0], r"^int8 over a mesh, K = 1: (8|9)\d(\.\d)? ms a step; lossless over a mesh, K = 1: 3\d\d ms$"
+        )
+
+
+class ChooseTest(absltest.TestCase):
+    def test_a_change_has_to_be_worth_it(self):
+        seconds = {"lossless": 1.0, "lossless ring": 0.97, "int8": 0.86, "int8 ring": 0.84}
+        self.assertEqual(choose(list(seconds), seconds.get, lambda name: "int8" in name), "int8 ring")
+        seconds["int8 ring"] = 0.855
+        self.assertEqual(choose(list(seconds), seconds.get, lambda name: "int8" in name), "lossless")
+        seconds["lossless ring"] = 0.95
+        self.assertEqual(choose(list(seconds), seconds.get, lambda name: "int8" in name), "lossless ring")
+
+
+if __name__ == "__main__":
+    absltest.main()

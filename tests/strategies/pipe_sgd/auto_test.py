@@ -1,0 +1,331 @@
+"""Pipe-SGD that chooses its settings: what a change in the middle of a training does, and what is never changed."""
+
+import contextlib
+import io
+from unittest import mock
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl.testing import parameterized
+
+import hop_tf
+from hop_tf import codecs
+from hop_tf.runtime.autotuning import Autotuner, Setting
+from hop_tf.strategies.pipe_sgd import exchange
+from hop_tf.strategies.pipe_sgd import strategy as strategy_module
+from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
+from hop_tf.testing import InProcessCluster
+
+_OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "adamw": lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1),
+    "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)),
+    "no_twin": lambda: keras.optimizers.Nadam(0.05),
+    "use_ema": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.8),
+    "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0),
+}
+_NUM_STEPS, _BATCH_SIZE = 24, 12
+# K of each step: several changes, some of them right after each other, and at the end of an epoch.
+_WIDTHS = [1, 1, 2, 2, 2, 1, 2, 1, 1, 2, 2, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 1, 1, 2]
+_MESH, _INT8 = 0, 1
+
+
+def _strategy(**settings):
+    def make_strategy(cluster_resolver):
+        return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, **settings)
+
+    return make_strategy
+
+
+def _scripted(script):
+    """An `Autotuner.hear` that follows a script in place of times: `script(step)` is the setting of a step."""
+
+    def hear(self, mean):
+        self._num_steps += 1
+        assert mean.size == 4 * self._world_size
+        self.setting = script(self._num_steps)
+
+    return mock.patch.object(Autotuner, "hear", hear)
+
+
+def _linear_loss(y_true, y_pred):
+    """Gradients do not depend on the weights: so training is synchronous training, however late they are merged."""
+    return tf.reduce_sum(y_true * y_pred, axis=-1)
+
+
+def _data():
+    random = np.random.default_rng(1)
+    shape = (_NUM_STEPS // 2 * _BATCH_SIZE, 6)
+    return random.normal(size=shape).astype(np.float32), random.normal(size=(shape[0], 2)).astype(np.float32)
+
+
+def _model():
+    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, kernel_initializer="ones")])
+
+
+def _fit(optimizer, callbacks=(), epochs=2, loss=_linear_loss, **compile_args):
+    model = _model()
+    model.compile(_OPTIMIZERS[optimizer](), loss, **compile_args)
+    model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def _fit_in(strategy, *args, **kwargs):
+    with strategy.scope():
+        return _fit(*args, **kwargs)
+
+
+class AutoTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        *((name, {}) for name in _OPTIMIZERS), ("adamw", {"steps_per_execution": 3}), ("adamw", {"run_eagerly": True})
+    )
+    def test_a_change_of_width_loses_no_gradient(self, optimizer, arguments):
+        def run(strategy):
+            widths, weights = [], []
+            for _ in range(2):  # The second `fit` begins with the width that the first one ends with.
+                record = keras.callbacks.LambdaCallback(
+                    on_train_batch_end=lambda batch, logs: widths.append(strategy.training.groups[0].exchange.width)
+                )
+                weights += _fit_in(strategy, optimizer, [record], **arguments).get_weights()
+            return weights, widths
+
+        with _scripted(lambda step: Setting(0, [*_WIDTHS, 1][step])):
+            results = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
+        expected = _fit(optimizer).get_weights()
+        for weights, widths in results:
+            self.assertAllClose(weights, [*expected, *expected], rtol=1e-5, atol=1e-5)
+            self.assertEqual(set(widths), {1, 2})
+            for mine, first in zip(weights, results[0][0], strict=True):
+                self.assertAllEqual(mine, first)
+
+    def test_computes_at_once_with_own_gradients_only_if_the_pipe_is_wide(self):
+        """Within an epoch, weights are equal on all ranks while K = 1, and not while K = 2."""
+
+        def run(strategy):
+            seen = []
+            record = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: seen.append(record.model.get_weights()[0])
+            )
+            _fit_in(strategy, "momentum", [record], epochs=1)
+            return seen
+
+        with _scripted(lambda step: Setting(0, 2 if 4 <= step < 8 else 1)):
+            first, second = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
+        are_equal = [np.array_equal(*pair) for pair in zip(first, second, strict=True)]
+        # A rank may begin the step after the last wide one before it has heard of the change.
+        sure = [*range(8), *range(9, len(first))]
+        self.assertEqual([are_equal[step] for step in sure], [step < 4 or step > 8 for step in sure])
+
+    @parameterized.parameters(1, 3)
+    def test_a_change_of_codec_loses_no_gradient(self, num_segments):
+        def run(strategy):
+            return _fit_in(strategy, "momentum").get_weights()
+
+        ways = _scripted(lambda step: Setting(step // 2 % 4, 1))  # Mesh and ring, with and without int8.
+        with ways, mock.patch.object(exchange, "_LEAST_BYTES", 0):
+            strategy = _strategy(num_segments=num_segments, pipeline_width=1)
+            results = InProcessCluster(3, strategy, timeout_seconds=120).run(run)
+        expected = _fit("momentum").get_weights()
+        for weights in results:
+            self.assertAllClose(weights, expected, rtol=0.02, atol=0.2)
+            for mine, first in zip(weights, results[0], strict=True):
+                self.assertAllEqual(mine, first)
+
+    @parameterized.parameters(codecs.Int8(error_feedback=True), codecs.TopK(ratio=0.2, error_feedback=True))
+    def test_what_a_codec_has_lost_goes_along_with_a_change_of_the_algorithm(self, codec):
+        """What was applied, and what ranks still hold back, is the sum of all gradients."""
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, use_bias=False)])
+                model.set_weights([np.zeros((6, 2))])
+                model.compile(keras.optimizers.SGD(1.0), _linear_loss)
+            model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
+            (group,) = strategy.training.groups
+            (reduction,) = group.exchange._reductions
+            reduction.choose(1 - reduction._chosen)  # Brings together what is held back.
+            bucket, where = group.packing.place(0)
+            return model.get_weights()[0], reduction._lost[bucket][where].reshape(6, 2)
+
+        with _scripted(lambda step: Setting(step // 2 % 2, 1)):
+            results = InProcessCluster(3, _strategy(codec=codec, pipeline_width=1), timeout_seconds=120).run(run)
+        x, y = _data()
+        all_gradients = x.T @ y / _BATCH_SIZE
+        held_back = np.mean([lost for _, lost in results], axis=0)
+        self.assertGreater(np.abs(held_back).max(), 1e-4)
+        for weights, _ in results:
+            self.assertAllClose(weights, held_back - all_gradients, rtol=1e-4, atol=1e-4)
+
+
+class SettingsTest(tf.test.TestCase, parameterized.TestCase):
+    def test_what_is_told_keeps_the_settings(self):
+        """The call that is printed makes a strategy with the codec that was given."""
+        codec = codecs.TopK(ratio=0.2, error_feedback=True)
+        for given, told in ((codec, repr(codec)), ("int8", "'int8'"), (None, "None")):
+            strategy = hop_tf.PipeSGDStrategy(codec=given)
+            (way,) = PipeSGDSettings(pipeline_width=1, codec=codecs.get(given)).ways(2)
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                strategy._tell(way, 1, "text")
+            self.assertEqual(
+                stderr.getvalue(),
+                "hop_tf: text. To keep these settings: "
+                f"PipeSGDStrategy(codec={told}, algorithm='mesh', pipeline_width=1).\n",
+            )
+
+    def test_nothing_is_chosen_by_times_if_operations_are_deterministic(self):
+        with mock.patch.object(strategy_module, "is_deterministic", return_value=True):
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                strategy = hop_tf.PipeSGDStrategy()
+            self.assertEqual(
+                strategy._settings, PipeSGDSettings(pipeline_width=1, codec=codecs.Identity(), algorithm="mesh")
+            )
+            self.assertIn("operations are deterministic, so nothing is chosen by times. To keep", stderr.getvalue())
+            given = hop_tf.PipeSGDStrategy(pipeline_width=2, codec="int8", algorithm="ring")
+            self.assertEqual((given._settings.pipeline_width, given._settings.algorithm), (2, "ring"))
+
+    def test_operations_that_become_deterministic_too_late(self):
+        def run(strategy):
+            with mock.patch.object(strategy_module, "is_deterministic", return_value=True):
+                _fit_in(strategy, "momentum")
+
+        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+            InProcessCluster(2, _strategy(), timeout_seconds=60).run(run)
+
+    def test_ranks_with_one_setting_to_choose_from(self):
+        """Two ranks have one algorithm. The times of all steps are heard all the same."""
+
+        def run(strategy):
+            return _fit_in(strategy, "momentum", epochs=4).get_weights()
+
+        strategy = _strategy(pipeline_width=1, codec=None)
+        for weights in InProcessCluster(2, strategy, timeout_seconds=60).run(run):
+            self.assertAllClose(weights, _fit("momentum", epochs=4).get_weights(), rtol=1e-5, atol=1e-5)
+
+    def test_two_models_in_turns(self):
+        """What is chosen for one model in the middle of its `fit` does not reach the other one."""
+
+        def run(strategy):
+            with strategy.scope():
+                models = [_model() for _ in range(2)]
+                for model in models:
+                    model.compile(_OPTIMIZERS["momentum"](), _linear_loss)
+            for _ in range(3):
+                for model in models:
+                    model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
+            return [model.get_weights() for model in models]
+
+        expected = _fit("momentum", epochs=3).get_weights()
+        widths = [1, 1, 2, 2, 1, 2, 2, 1, 1, 1, 1, 1, 2]  # The last choice of a `fit` comes too late for it.
+        with _scripted(lambda step: Setting(0, widths[step % 12 or 12])):
+            results = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
+        for of_models in results:
+            for weights in of_models:
+                self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
+
+
+class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
+    """Programs that a wide pipe cannot follow train with K = 1, and without an error."""
+
+    def _check_stays_narrow(self, run, skipped=0):
+        """Ranks hear so, but for some first steps."""
+        with _scripted(lambda step: Setting(0, 1)), mock.patch.object(Autotuner, "own", _noting(seen := {})):
+            InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
+        for of_rank in seen.values():
+            self.assertNotEmpty(of_rank[skipped:])
+            self.assertTrue(all(of_rank[skipped:]))
+
+    def test_an_optimizer_that_is_applied_twice(self):
+        def run(strategy):
+            with strategy.scope():
+                first, second = (keras.Variable(np.ones(4, np.float32)) for _ in range(2))
+                optimizer = keras.optimizers.SGD(0.1)
+                optimizer.build([first, second])
+
+            def step():
+                for variable in (first, second):
+                    with tf.GradientTape() as tape:
+                        loss = tf.reduce_sum(variable.value)
+                    optimizer.apply(tape.gradient(loss, [variable]), [variable])
+
+            run_step = tf.function(lambda: strategy.run(step))
+            for _ in range(4):
+                run_step()
+            for variable in (first, second):
+                self.assertAllClose(variable, np.full(4, 1 - 4 * 0.1 * 2))  # A custom loop sums over ranks.
+
+        self._check_stays_narrow(run)
+
+    def test_accumulation_within_a_loss_scale(self):
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+                inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+                model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0), _linear_loss)
+            double = keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: model.set_weights([2 * each for each in model.get_weights()])
+            )
+            model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, verbose=0, callbacks=[double])
+            (group,) = strategy.training.groups
+            self.assertEqual(group.exchange.width, 1)
+
+        InProcessCluster(2, _strategy(), timeout_seconds=120).run(run)
+
+    def test_callbacks_that_assign_weights(self):
+        """Each step, on all ranks, as a program does that keeps weights within bounds."""
+
+        class Clips(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                self.model.set_weights([np.clip(each, -0.5, 0.5) for each in self.model.get_weights()])
+
+        expected = _fit("momentum", [Clips()]).get_weights()
+
+        def run(strategy):
+            model = _fit_in(strategy, "momentum", [Clips()])
+            self.assertAllClose(model.get_weights(), expected, rtol=1e-5, atol=1e-5)
+
+        self._check_stays_narrow(run, skipped=2)
+
+    @parameterized.parameters("before", "after")
+    def test_a_step_that_assigns_weights(self, when):
+        class Bounded(keras.Model):
+            def train_step(self, data):
+                if when == "before":
+                    self._bound()
+                logs = super().train_step(data)
+                if when == "after":
+                    self._bound()
+                return logs
+
+            def _bound(self):
+                for variable in self.trainable_variables:
+                    variable.assign(tf.clip_by_value(variable, -0.5, 0.5))
+
+        def fit():
+            inputs = keras.Input((6,))
+            model = Bounded(inputs, keras.layers.Dense(2, kernel_initializer="ones")(inputs))
+            model.compile(_OPTIMIZERS["momentum"](), _linear_loss)
+            model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+            return model.get_weights()
+
+        expected = fit()
+
+        def run(strategy):
+            with strategy.scope():
+                self.assertAllClose(fit(), expected, rtol=1e-5, atol=1e-5)
+
+        self._check_stays_narrow(run)
+
+
+def _noting(seen):
+    own = Autotuner.own
+
+    def note(self, times, is_late):
+        seen.setdefault(id(self), []).append(self.is_narrow)
+        return own(self, times, is_late)
+
+    return note
+
+
+if __name__ == "__main__":
+    tf.test.main()
