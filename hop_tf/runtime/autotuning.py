@@ -79,17 +79,23 @@ class Times(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How many steps are measured.
+    """How many steps are measured. Of long ones half as many: what disturbs steps is short.
 
     Attributes:
       skipped: Steps after a change that are not measured; twice as many before the first ones that are.
       measured: Steps of each candidate that are.
       block: Steps of a block, of which the median counts.
+      long_seconds: A step that takes so long is long.
     """
 
     skipped: int = 2
     measured: int = 4
     block: int = 16
+    long_seconds: float = 0.1
+
+    def scaled(self, number: int, period: float) -> int:
+        """A number of steps of a candidate, if they take so long."""
+        return number if period < self.long_seconds else max(1, number // 2)
 
 
 def choose(
@@ -186,9 +192,9 @@ class Autotuner:
         self._present = []
         self._begin_with(self._settings[setting])
 
-    def _begin_with(self, setting: Setting) -> None:
+    def _begin_with(self, setting: Setting, is_exploring: bool = False) -> None:
         self.setting = setting
-        self._is_exploring = False
+        self._is_exploring = is_exploring
         self._results: dict[Setting, Times] = {}  # Medians.
         self._least: dict[Setting, Times] = {}
         self._is_tried_again = False
@@ -196,6 +202,9 @@ class Autotuner:
 
     def _begin_measuring(self) -> None:
         self._age = 0
+        # A program that has just begun is slow, and the first steps of a wider pipe wait for nothing.
+        is_slow = self._is_exploring and not self._results
+        self._num_skipped = self._pace.skipped * (2 if is_slow or self.setting.width > 1 else 1)
         self._measured: list[Times] = []
 
     def own(self, times: Times, is_late: bool = False) -> np.ndarray:
@@ -227,10 +236,11 @@ class Autotuner:
         self._num_explored += self._is_exploring
         if self.setting.width > self._widths[0] and not self._may_widen:
             self._narrow()
-        # The first step of a wider pipe waits for nothing.
-        elif self._age > self._pace.skipped * (1 if self.setting.width == 1 else 2):
-            # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
-            self._measured.append(Times(sum(periods), min(exchanges[rank] for rank in present) * len(present)))
+            return
+        # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
+        times = Times(sum(periods), min(exchanges[rank] for rank in present) * len(present))
+        if self._age > self._pace.scaled(self._num_skipped, times.period):
+            self._measured.append(times)
             self._look()
 
     def _change_ranks(self, present: list[int], settled: int) -> None:
@@ -245,7 +255,7 @@ class Autotuner:
     def _look(self) -> None:
         """Something was measured: looks if that is enough to go on."""
         if self._is_exploring:
-            if len(self._measured) == self._pace.measured:
+            if len(self._measured) >= self._pace.scaled(self._pace.measured, self._measured[-1].period):
                 self._note_results()
                 self._try_next()
         elif len(self._measured) == self._pace.block:
@@ -268,27 +278,43 @@ class Autotuner:
         if self._num_explored >= _FREE_STEPS + _SHARE_OF_STEPS * self._num_steps:
             self._settle(self._settled or self._settings[0])
         else:
-            self._begin_with(self._settings[0])
-            self._is_exploring = True
-            self._age = -self._pace.skipped
+            self._begin_with(self._settings[0], is_exploring=True)
 
     def _try_next(self) -> None:
-        tried = self._results.keys()
-        narrow = self._settings[: len(self.ways)]
+        first, tried = self._settings[0], self._results
         if not self._has_to_hide():
-            self._choose(narrow[:1])
-        elif len(tried) < len(narrow):
-            self._try(narrow[len(tried)])
+            self._choose([first])
+            return
+        if (untried := self._untried()) is not None:
+            self._try(untried)
+            return
+        widths = self._widths if self._may_widen else self._widths[:1]
+        candidates = [each for each in self._settings if each.width in widths and self._narrowed(each) in tried]
+        best = self._best(candidates)
+        if best not in tried:
+            self._try(best)
+        elif best == first or self._is_tried_again or self._is_much_faster(best, first):
+            self._choose(candidates)
         else:
-            candidates = self._settings if self._may_widen else narrow
-            best = self._best(candidates)
-            if best not in tried:
-                self._try(best)
-            elif best == narrow[0] or self._is_tried_again or self._is_much_faster(best):
-                self._choose(candidates)
-            else:
-                self._is_tried_again = True
-                self._try(narrow[0])
+            self._is_tried_again = True
+            self._try(first)
+
+    def _untried(self) -> Setting | None:
+        """The next way to try, at the least width; None: there is none left.
+
+        Each codec is tried with one algorithm first, and with others only if another codec was not faster by far.
+        """
+        narrow = [Setting(way, self._widths[0]) for way in range(len(self.ways))]
+        tried = [each for each in narrow if each in self._results]
+        for setting in sorted(narrow, key=lambda each: self.ways[each.way].algorithm != self.ways[0].algorithm):
+            alike = [each for each in tried if self.ways[each.way].codec == self.ways[setting.way].codec]
+            is_hopeless = any(self._is_much_faster(other, each) for each in alike for other in tried)
+            if setting not in tried and not is_hopeless:
+                return setting
+        return None
+
+    def _narrowed(self, setting: Setting) -> Setting:
+        return Setting(setting.way, self._widths[0])
 
     def _try(self, setting: Setting) -> None:
         self.setting = setting
@@ -300,9 +326,9 @@ class Autotuner:
         share = first.exchange / first.period
         return share > (WORTHWHILE if self._widths[0] == 1 else 1 - WORTHWHILE)  # A wide pipe hides the rest.
 
-    def _is_much_faster(self, setting: Setting) -> bool:
-        """True if the first candidate, which was tried when the program had just begun, is slower by far."""
-        return self.seconds(setting) < _MUCH_FASTER * self.seconds(self._settings[0], self._least)
+    def _is_much_faster(self, setting: Setting, other: Setting) -> bool:
+        """True if another candidate is slower by far, also if it was tried when the program had just begun."""
+        return self.seconds(setting) < _MUCH_FASTER * self.seconds(other, self._least)
 
     def seconds(self, setting: Setting, results: Mapping[Setting, Times] | None = None) -> float:
         """The duration of a step: as measured with a wider pipe, else as predicted.
@@ -350,9 +376,9 @@ class Autotuner:
 
     def _narrow(self) -> None:
         """A rank's program turns out to do what a wider pipe cannot follow."""
-        way, width = self.setting.way, self._widths[0]
-        self._settle(Setting(way, width))
-        self._tell(self.ways[way], width, f"{self.describe(self.setting)}: no wider pipe can follow the program")
+        self._settle(self._narrowed(self.setting))
+        text = f"{self.describe(self.setting)}: no wider pipe can follow the program"
+        self._tell(self.ways[self.setting.way], self.setting.width, text)
 
     def _compare_block(self) -> None:
         """Explores again after two blocks of steps whose times are others than those of the first block."""

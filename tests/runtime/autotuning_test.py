@@ -77,7 +77,7 @@ class AutotunerTest(parameterized.TestCase):
         ("next_to_nothing_to_win", 0.1, (0.017, 0.01, 0.005, 0.005), Setting(_MESH, 1)),
         ("slow", 0.01, (0.3, 0.25, 0.08, 0.079), Setting(_INT8, 1)),
         ("ring_is_faster", 0.01, (0.3, 0.2, 0.2, 0.18), Setting(_RING, 1)),
-        ("ring_with_codec", 0.01, (0.3, 0.2, 0.1, 0.06), Setting(_INT8_RING, 1)),
+        ("ring_with_codec", 0.004, (0.3, 0.2, 0.1, 0.06), Setting(_INT8_RING, 1)),
         ("codec_is_slow", 0.01, (0.3, 0.3, 0.28, 0.29), Setting(_MESH, 1)),
         ("as_long_as_computing", 0.1, (0.1, 0.11, 0.095, 0.1), Setting(_MESH, 2)),
         ("codec_is_enough", 0.1, (0.1, 0.1, 0.012, 0.02), Setting(_INT8, 1)),
