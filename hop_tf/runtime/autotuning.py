@@ -10,12 +10,12 @@ The candidates are pairs of a *way*, an algorithm with a codec, and a width K. O
 
 and one that changes training more than another has to save `WORTHWHILE` of that one's step.
 
-    exploring   Each way makes a few steps at the least width; only the first one, if communicating is short. If a
-                larger width promises enough, it makes a few steps, too. Before another one than the first candidate is
-                chosen, that one makes a few steps more, unless it is slower by far: programs are slower when they have
-                just begun.
+    exploring   Each way makes a few steps at the least width; only the first one, if communicating is short. Before
+                another one than the first candidate is chosen, that one makes a few steps more, unless it is slower by
+                far: programs are slower when they have just begun.
     settled     What is chosen is kept, until its times are others for two blocks of steps. Then ranks explore again;
-                also if other ranks take part than before.
+                also if other ranks take part than before. If a larger width promises enough, it makes a few steps as
+                soon as it would have saved the time that it takes to trace its graph.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ AUTO = "auto"
 WORTHWHILE = 0.15
 RESOLUTION = 0.05
 _MUCH_FASTER = 0.5
+# A wider pipe costs so many times what the first step of a program takes once its gradients are traced.
+_TIMES_TRACING = 3
 # Of a step: a change of its times that may change the choice.
 _CHANGE = 0.2
 # Steps of a session that exploring may take: so many, and such a share of all.
@@ -156,6 +158,9 @@ class Autotuner:
         self._tell, self._pace = tell, pace or Pace()
         self.is_narrow = False
         self._settled: Setting | None = None
+        self._tracing_seconds = 0.0
+        self._results: dict[Setting, Times] = {}  # Medians.
+        self._least: dict[Setting, Times] = {}
         self.begin(widths[0])
 
     @staticmethod
@@ -183,11 +188,12 @@ class Autotuner:
         """What a rank that joins between two steps has to know."""
         settled = -1 if self._settled is None else self._settings.index(self._settled)
         numbers = [self._settings.index(self.setting), settled, self._num_steps, self._num_explored]
-        return np.array(numbers, np.int64)
+        return np.array([*numbers, self._tracing_seconds], np.float64)
 
     def take_state(self, state: np.ndarray) -> None:
         """Takes what another rank has given. That a rank has joined changes who takes part: all explore again."""
-        setting, settled, self._num_steps, self._num_explored = state.tolist()
+        *numbers, self._tracing_seconds = state.tolist()
+        setting, settled, self._num_steps, self._num_explored = map(int, numbers)
         self._settled = None if settled < 0 else self._settings[settled]
         self._present = []
         self._begin_with(self._settings[setting])
@@ -195,9 +201,6 @@ class Autotuner:
     def _begin_with(self, setting: Setting, is_exploring: bool = False) -> None:
         self.setting = setting
         self._is_exploring = is_exploring
-        self._results: dict[Setting, Times] = {}  # Medians.
-        self._least: dict[Setting, Times] = {}
-        self._is_tried_again = False
         self._begin_measuring()
 
     def _begin_measuring(self) -> None:
@@ -230,6 +233,8 @@ class Autotuner:
         self._may_widen = len(self._widths) > 1 and _IS_NARROW not in states
         self._num_steps += 1
         self._age = 0 if _IS_LATE in states else self._age + 1
+        if self._present is None:  # The first step of a session.
+            self._tracing_seconds = max(self._tracing_seconds, sum(periods))
         if present != self._present:
             self._change_ranks(present, round(settled[present[0]] * len(present)))
             return
@@ -245,6 +250,7 @@ class Autotuner:
 
     def _change_ranks(self, present: list[int], settled: int) -> None:
         is_first, self._present = self._present is None, present
+        self._results, self._least = {}, {}  # Not all ranks have the same.
         if is_first:
             self._settled = self._settings[settled - 1] if settled else None
         if is_first and settled:
@@ -278,6 +284,7 @@ class Autotuner:
         if self._num_explored >= _FREE_STEPS + _SHARE_OF_STEPS * self._num_steps:
             self._settle(self._settled or self._settings[0])
         else:
+            self._results, self._least, self._is_tried_again = {}, {}, False
             self._begin_with(self._settings[0], is_exploring=True)
 
     def _try_next(self) -> None:
@@ -288,16 +295,37 @@ class Autotuner:
         if (untried := self._untried()) is not None:
             self._try(untried)
             return
-        widths = self._widths if self._may_widen else self._widths[:1]
-        candidates = [each for each in self._settings if each.width in widths and self._narrowed(each) in tried]
+        candidates = self._candidates()
         best = self._best(candidates)
         if best not in tried:
+            if not self._is_worth_tracing(best):
+                self._choose(self._candidates(self._widths[:1]))
+                return
             self._try(best)
         elif best == first or self._is_tried_again or self._is_much_faster(best, first):
             self._choose(candidates)
         else:
             self._is_tried_again = True
             self._try(first)
+
+    def _candidates(self, widths: Sequence[int] = ()) -> list[Setting]:
+        """The settings whose ways were tried, with these widths. Default: all that the program stands."""
+        widths = widths or (self._widths if self._may_widen else self._widths[:1])
+        return [each for each in self._settings if each.width in widths and self._narrowed(each) in self._results]
+
+    def _is_worth_tracing(self, wide: Setting) -> bool:
+        """True if it would have saved, in the steps so far, what it takes to trace its graph."""
+        saved = self.seconds(self._best(self._candidates(self._widths[:1]))) - self.seconds(wide)
+        return saved * self._num_steps >= _TIMES_TRACING * self._tracing_seconds
+
+    def _try_wide(self) -> None:
+        """Tries a larger width, if it is worth that by now."""
+        if not self._results or len(self._widths) == 1 or self.setting.width > self._widths[0]:
+            return
+        best = self._best(self._candidates())
+        if best not in self._results and self._is_worth_tracing(best):
+            self._is_exploring = True
+            self._try(best)
 
     def _untried(self) -> Setting | None:
         """The next way to try, at the least width; None: there is none left.
@@ -391,6 +419,8 @@ class Autotuner:
         differs = any(abs(now - then) > _CHANGE * longest for now, then in zip(times, self._basis, strict=True))
         if differs and self._has_changed:
             self._explore()
+        elif not differs:
+            self._try_wide()
         self._has_changed = differs
 
 

@@ -133,7 +133,7 @@ class GradientExchange(AveragingExchange):
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
         if self.tuner is not None:
             *parts, state = parts
-            self.tuner.take_state(state.copy().view(np.int64))
+            self.tuner.take_state(state.copy().view(np.float64))
             self._begin_timing()
         super().take_common_state(parts)
 
