@@ -42,7 +42,8 @@ _TIMES_TRACING = 3
 _CHANGE = 0.2
 # Steps of a session that exploring may take: so many, and such a share of all.
 _FREE_STEPS, _SHARE_OF_STEPS = 100, 0.01
-# It has a column for each rank: the times of `Times`, one of the next two, or 0, and the number of what it has chosen.
+# With a column for each rank: its two times, its state (one of the next two, or 0), and 1 + the index of the setting
+# that it has chosen, or 0.
 _SPEC_NAME = "hop_tf_times"
 _IS_NARROW, _IS_LATE = 1, 2
 _LEAST_SECONDS = 1e-9  # A period of 0 stands for a rank that takes no part.
@@ -73,7 +74,7 @@ class Setting(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What a step has taken, in seconds: from one begin of an exchange to the next one; the part of the exchange."""
+    """What a step has taken, in seconds: from the begin of its exchange to that of the next one; and its exchange."""
 
     period: float
     exchange: float
@@ -297,10 +298,10 @@ class Autotuner:
             return
         candidates = self._candidates()
         best = self._best(candidates)
+        if best not in tried and not self._is_worth_tracing(best):
+            candidates = self._candidates(self._widths[:1])
+            best = self._best(candidates)
         if best not in tried:
-            if not self._is_worth_tracing(best):
-                self._choose(self._candidates(self._widths[:1]))
-                return
             self._try(best)
         elif best == first or self._is_tried_again or self._is_much_faster(best, first):
             self._choose(candidates)

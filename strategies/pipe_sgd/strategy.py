@@ -59,16 +59,16 @@ _COMPENSATIONS = ("replay", "none")
 
 
 class PipeSGDStrategy(ExchangeStrategy):
-    """Synchronous training whose communication is short, or hidden behind the computation of the next step.
+    """Synchronous training that suits itself to the network: it encodes gradients, or hides communication.
 
-    In step t each rank computes its gradient g_i[t]. Then it applies the mean over all ranks, by an all-reduce:
+    In step t each rank computes its gradient g_i[t]. Then it applies a mean over all ranks, by an all-reduce:
 
         w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
 
-    Without arguments ranks choose how: in their first steps each way to average, with a codec and without one, makes a
-    few steps, and K = 2 if it promises to be worth it. All ranks choose alike, by what all of them have measured. They
-    choose again when steps take longer or shorter than before, or other ranks take part. Rank 0 says on stderr what was
-    chosen, and how to keep it. An argument that is given is kept. Under
+    Without arguments ranks choose how. In their first steps each way to average, with a codec and without one, makes a
+    few steps. K = 2 follows, when it would have saved what its graph takes to trace. All ranks choose alike, by what
+    all of them have measured. They choose again when steps take longer or shorter than before, or other ranks take
+    part. Rank 0 says on stderr what was chosen, and how to keep it. An argument that is given is kept. Under
     `tf.config.experimental.enable_op_determinism()` nothing is chosen by time: K = 1, no codec, a mesh.
 
     K = 1 is synchronous training. With K > 1 means are merged K - 1 steps late, alike on all ranks, to the bit. Until
@@ -79,10 +79,10 @@ class PipeSGDStrategy(ExchangeStrategy):
     about as little, and K = 4 up to 2 points; in a short training of a transformer they cost 2 to 4.
 
     At the end of every epoch, and of `fit`, all means are merged: validation and callbacks there see merged weights.
-    Callbacks within an epoch see the weights that a rank computes with. If they assign weights then, a K that is given
-    raises an error, and one that ranks choose stays 1; so it does in custom loops. All ranks use the learning rate of
-    rank 0. Where a callback has changed another rank's, a warning says so; with a schedule, with `weight_decay` and K =
-    1 or "auto", and with `compensation="none"` it is an error.
+    Callbacks within an epoch see the weights that a rank computes with. If they assign weights then, `fit` raises an
+    error with a given K above 1. A K that ranks choose stays 1 then, and in custom loops. All ranks use the learning
+    rate of rank 0. If a callback has changed another rank's, a warning says so; with a schedule, with `weight_decay`
+    and K = 1 or "auto", and with `compensation="none"` and K above 1 it is an error.
 
     Changes of moving statistics are averaged along, never through a codec. Gradients are clipped before they are
     averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. The others go on without a

@@ -111,9 +111,10 @@ class AutotunerTest(parameterized.TestCase):
         never.step(500)
         self.assertEqual({setting.width for setting in never.settings}, {1})
 
-    def test_a_program_that_is_slow_at_first(self):
+    @parameterized.parameters({"widths": (1,)}, {"tracing": 1e6})
+    def test_a_program_that_is_slow_at_first(self, **arguments):
         """What is tried first is no better or worse for that."""
-        world = _World(0.1, (0.1, 0.1, 0.1, 0.1)).begin(widths=(1,))
+        world = _World(0.1, (0.1, 0.1, 0.1, 0.1)).begin(**arguments)
         take = world._take
 
         def slow_at_first(rank, setting):
