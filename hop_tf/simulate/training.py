@@ -199,7 +199,7 @@ class _Setup:
 
 
 def _pipe_sgd(settings: Mapping, world_size: int) -> _Setup:
-    schedule = Schedule(settings.get("pipeline_width", 2) - 1, 1)
+    schedule = Schedule(settings.get("pipeline_width", 1) - 1, 1)
     return _averaging(settings, world_size, schedule, num_segments=settings.get("num_segments", 1))
 
 

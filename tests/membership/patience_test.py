@@ -85,7 +85,7 @@ class OptionTest(parameterized.TestCase):
 
     def test_a_pipe_that_lets_nobody_join(self):
         with self.assertRaisesRegex(ValueError, "`patience_seconds` must be None with compensation='none'"):
-            hop_tf.PipeSGDStrategy(compensation="none", on_peer_loss="continue", patience_seconds=5)
+            hop_tf.PipeSGDStrategy(pipeline_width=2, compensation="none", on_peer_loss="continue", patience_seconds=5)
 
     def test_where_no_rank_waits_for_a_silent_one(self):
         with self.assertRaisesRegex(ValueError, "`patience_seconds` must be None unless consistency='bsp'"):

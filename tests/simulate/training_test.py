@@ -65,7 +65,7 @@ class TrainingTest(parameterized.TestCase):
             _BESIDE + _OWN.compute + 2 * (_WORLD_SIZE - 1) * _PIECE,
         ),
         ("hidden", "PipeSGDStrategy", {"pipeline_width": 2}, _BESIDE + _OWN.compute),
-        ("hidden in a ring", "PipeSGDStrategy", {"algorithm": "ring"}, _BESIDE + _OWN.compute),
+        ("hidden in a ring", "PipeSGDStrategy", {"pipeline_width": 2, "algorithm": "ring"}, _BESIDE + _OWN.compute),
         ("windows", "DTSStrategy", {"delay": 4, "interval": 4}, _BESIDE + _OWN.compute),
         (
             "local steps",
