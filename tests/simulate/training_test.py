@@ -124,7 +124,7 @@ class TrainingTest(parameterized.TestCase):
     def test_communication_that_computing_cannot_hide(self):
         """An all-reduce in a ring takes 2 (n - 1) pieces, and with K = 2 a step takes no less."""
         short = OwnSeconds(compute=0.01)
-        seconds = _simulate("PipeSGDStrategy", lambda rank: itertools.repeat(short), algorithm="ring")
+        seconds = _simulate("PipeSGDStrategy", lambda rank: itertools.repeat(short), pipeline_width=2, algorithm="ring")
         self.assertAlmostEqual(seconds / (2 * (_WORLD_SIZE - 1) * _PIECE), 1.0, delta=_TOLERANCE)
 
     @parameterized.product(delay_interval=((4, 2), (4, 4), (16, 8)), times=(0.8, 1.2, 1.5, 3.0))
