@@ -371,8 +371,16 @@ class Autotuner:
             return results[setting].period
         narrow = [results[each] for each in results if each.width == 1]
         computing = statistics.median(times.period - times.exchange for times in narrow)
-        communicating = results[Setting(setting.way, 1)].exchange
-        return computing + communicating if setting.width == 1 else max(computing, communicating)
+
+        def communicating(way: int) -> float:
+            return results[Setting(way, 1)].exchange
+
+        if setting.width == 1:
+            return computing + communicating(setting.way)
+        # What others took beyond that, such as the updates of a replay, or processors that are busy anyhow.
+        wide = [each for each in results if each.width > 1]
+        more = max((results[each].period - max(computing, communicating(each.way)) for each in wide), default=0.0)
+        return max(computing, communicating(setting.way)) + more
 
     def _best(self, candidates: Sequence[Setting]) -> Setting:
         def change(setting: Setting) -> tuple:
