@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -158,6 +159,8 @@ class GradientExchange(AveragingExchange):
         if has_times:
             bucket, where = self._times_place
             self.tuner.hear(means[bucket][where])
+            if (width := self.tuner.setting.width) != self.chosen_widths[-1][1]:
+                self.chosen_widths.append((t, width))
         if self.tuner is not None:
             self._exchange_seconds += self._clock() - begun_at
         return Incoming(t, segment, tuple(means))
@@ -169,7 +172,12 @@ class GradientExchange(AveragingExchange):
         """True if the graph has another width than ranks have chosen."""
         return self.tuner is not None and self.tuner.setting.width != self.width
 
+    def chosen_width(self, step: int) -> int:
+        """K as ranks have chosen it by the mean of that step: the same on all of them, whatever came since then."""
+        return next(width for at, width in reversed(self.chosen_widths) if at <= step)
+
     def _begin_timing(self) -> None:
+        self.chosen_widths = [(-math.inf, self.tuner.setting.width)]  # From which step on.
         self._times = Times(0.0, 0.0)  # Of the last step.
         self._step_begun_at = self._clock()
         self._exchange_seconds = 0.0

@@ -139,12 +139,9 @@ class PipeSGDExchange(GradientExchange):
         """How many steps late a mean is merged: K - 1."""
         return self.width - 1
 
-    def change_width(self, step: int) -> None:
-        """Takes the K that was chosen, for the graph that is traced next. Called when all means are merged.
-
-        Ranks need not do so in the same step: what is merged is the same, if by another step.
-        """
-        self.width = self.tuner.setting.width
+    def change_width(self, width: int, step: int) -> None:
+        """Takes another K, for the graph that is traced next. Called before `step`, when all means are merged."""
+        self.width = width
         self.replay = self._replay_of_width()
         self.begin_pipe(step)
 

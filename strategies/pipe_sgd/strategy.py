@@ -332,11 +332,15 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     def change_graph(self, group: Group) -> bool:
         exchange = group.exchange
-        is_to_widen = exchange.is_to_change and exchange.width == 1
-        if not exchange.is_to_change or (is_to_widen and exchange.tuner.is_narrow):
+        if exchange.tuner is None or (len(exchange.chosen_widths) == 1 and not exchange.is_to_change):
+            return False
+        # Means of later steps may have come on some ranks only; and updates may differ in the last bit with another K.
+        step = int(group.step)
+        width = exchange.chosen_width(step - exchange.width)
+        if width == exchange.width or (width > 1 and exchange.tuner.is_narrow):
             return False
         self.finish_training(group)
-        exchange.change_width(int(group.step))
+        exchange.change_width(width, step)
         return True
 
     def _settle(self, group: Group) -> None:
