@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -33,23 +33,13 @@ class Alternatives:
                 self._lost = [old + new for old, new in zip(self._lost, lost, strict=True)] if self._lost else lost
             self._chosen = index
 
-    def mean(
-        self,
-        step: int,
-        vectors: Sequence[np.ndarray],
-        delivers: Callable[[int, int], bool],
-        before_commit: Callable[[], None] = lambda: None,
-        **arguments,
-    ) -> list[np.ndarray]:
-        """As `AllReduce.mean`."""
-        for name in ("training_step", "codec_step"):
-            if arguments.get(name) is None:
-                arguments[name] = step
+    def mean(self, step: int, vectors: Sequence[np.ndarray], *arguments, **keywords) -> list[np.ndarray]:
+        """As `AllReduce.mean`; a member counts its own steps, but errors and codecs go by `step`."""
+        keywords = {"training_step": step, "codec_step": step, **keywords}
         if self._lost:
             vectors = list(map(_with, vectors, self._lost))
-        number = self._steps[self._chosen]
-        means = self._members[self._chosen].mean(number, vectors, delivers, before_commit, **arguments)
-        self._steps[self._chosen] = number + 1
+        means = self._members[self._chosen].mean(self._steps[self._chosen], vectors, *arguments, **keywords)
+        self._steps[self._chosen] += 1
         self._lost = ()
         return means
 
@@ -67,8 +57,8 @@ class Alternatives:
 
     def common_state(self) -> Sequence[np.ndarray]:
         """As `AllReduce.common_state`."""
-        states = (payloads.join(member.common_state()) for member in self._members)
-        return [np.array(self._steps, np.int64), *(np.concatenate(each) for each in states)]
+        states = (payloads.joined(member.common_state()) for member in self._members)
+        return [np.array(self._steps, np.int64), *states]
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
         """As `AllReduce.take_common_state`."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import hop_tf
 from hop_tf import codecs
+from hop_tf.runtime.choosing import AUTO
 
 
 def kept_settings(strategy: str, settings: Mapping[str, object], other: str) -> dict[str, object]:
@@ -35,7 +36,7 @@ def _defaults(strategy: str) -> dict[str, object]:
     """By name of an argument, what is recorded where it is not given."""
     parameters = inspect.signature(getattr(hop_tf, strategy)).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
-    if defaults.get("codec", "auto") != "auto":
+    if defaults.get("codec", AUTO) != AUTO:
         defaults["codec"] = codecs.get(defaults["codec"])
     if strategy != "HopStrategy":  # Which goes on or not, as its other settings are.
         defaults["on_peer_loss"] = "raise"

@@ -6,8 +6,9 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 
 from hop_tf import codecs
+from hop_tf.runtime.choosing import AUTO
 
-# What ranks train with that choose a setting, until they have chosen.
+# Ranks that choose these settings begin with these values.
 _UNTIL_CHOSEN = {"codec": codecs.Identity(), "algorithm": "mesh", "pipeline_width": 1}
 
 
@@ -30,14 +31,14 @@ def read_settings(about: Mapping[str, object]) -> dict[str, object] | None:
 
 
 def settings_in_effect(settings: Mapping[str, object], lines: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What ranks train with: of settings that they choose, what they have chosen last.
+    """The settings that ranks train with: the last choice takes the place of "auto".
 
     Args:
       settings: Those of `read_settings`.
       lines: `ProcessLog.lines`.
     """
     chosen = [line for line in lines if line.get("kind") == "chosen"]
-    automatic = {name: default for name, default in _UNTIL_CHOSEN.items() if settings.get(name) == "auto"}
+    automatic = {name: default for name, default in _UNTIL_CHOSEN.items() if settings.get(name) == AUTO}
     if chosen:
         automatic = {name: _read(str(chosen[-1][name])) for name in automatic}
     return {**settings, **automatic}

@@ -9,7 +9,7 @@ import numpy as np
 
 from hop_tf.planning.accuracy import Change
 from hop_tf.planning.candidates import Candidate, candidates
-from hop_tf.runtime.autotuning import choose
+from hop_tf.runtime.choosing import choose
 from hop_tf.timing import Measurement
 from hop_tf.timing.costs import RESOLUTION
 
@@ -88,7 +88,7 @@ def best(predictions: Sequence[Prediction], number: int = 3) -> list[Prediction]
     """Of each strategy one, and of these the fastest.
 
     Of a strategy, settings that change training more, by the order of `compare`, have to be worth it: as ranks choose
-    that choose by times (`hop_tf.runtime.autotuning`). Strategies that are within 2 % of the fastest one count as
+    that choose by times (`hop_tf.runtime.choosing`). Strategies that are within 2 % of the fastest one count as
     equal, and so on: then that order decides.
 
     Args:

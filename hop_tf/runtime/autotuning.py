@@ -29,12 +29,10 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
+from hop_tf.runtime.choosing import WORTHWHILE, choose
 from hop_tf.tensors.packing import TensorSpec
 
-AUTO = "auto"
-# Of a step: what a codec or a wider pipe has to save to be chosen. And what another algorithm has to.
-WORTHWHILE = 0.15
-RESOLUTION = 0.05
+# A candidate that takes less than this share of another one's step is faster by far.
 _MUCH_FASTER = 0.5
 # A wider pipe costs so many times what the first step of a program takes once its gradients are traced.
 _TIMES_TRACING = 3
@@ -74,7 +72,7 @@ class Setting(NamedTuple):
 
 
 class Times(NamedTuple):
-    """What a step has taken, in seconds: from the begin of its exchange to that of the next one; and its exchange."""
+    """Durations of a step in seconds: from the begin of its exchange to that of the next one, and of its exchange."""
 
     period: float
     exchange: float
@@ -82,7 +80,7 @@ class Times(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How many steps are measured. Of long ones half as many: what disturbs steps is short.
+    """Numbers of steps that are measured, and half as many if they are long, because disturbances are short.
 
     Attributes:
       skipped: Steps after a change that are not measured; twice as many before the first ones that are.
@@ -99,31 +97,6 @@ class Pace:
     def scaled(self, number: int, period: float) -> int:
         """A number of steps of a candidate, if they take so long."""
         return number if period < self.long_seconds else max(1, number // 2)
-
-
-def choose(
-    candidates: Sequence,
-    seconds: Callable[[object], float],
-    change: Callable[[object], object],
-    least_seconds: Callable[[object], float] | None = None,
-) -> object:
-    """The candidate that is worth what it changes.
-
-    Args:
-      candidates: Those that change training least come first.
-      seconds: The duration of a candidate's step.
-      change: What it changes of training. If that is the same for two candidates, the later one need only be faster by
-        `RESOLUTION`, else by `WORTHWHILE`.
-      least_seconds: What its step takes at least, where durations vary: others have to be faster than that. Default:
-        `seconds`.
-    """
-    least_seconds = least_seconds or seconds
-    best = candidates[0]
-    for candidate in candidates[1:]:
-        share = RESOLUTION if change(candidate) == change(best) else WORTHWHILE
-        if seconds(candidate) <= (1 - share) * least_seconds(best):
-            best = candidate
-    return best
 
 
 class Autotuner:
@@ -166,12 +139,12 @@ class Autotuner:
 
     @staticmethod
     def spec(world_size: int) -> TensorSpec:
-        """What travels beside a step's values."""
+        """The tensor that travels beside a step's values."""
         return TensorSpec(_SPEC_NAME, (4, world_size), tf.float64, on_host=True)
 
     @staticmethod
     def find_spec(specs: Sequence[TensorSpec]) -> int | None:
-        """The index of what `spec` has made; None if nothing is chosen."""
+        """The index of the tensor of `spec`; None if nothing is chosen."""
         return next((index for index, spec in enumerate(specs) if spec.name == _SPEC_NAME), None)
 
     def begin(self, width: int) -> None:
@@ -186,7 +159,7 @@ class Autotuner:
         self._begin_with(Setting(0, width))
 
     def state(self) -> np.ndarray:
-        """What a rank that joins between two steps has to know."""
+        """The state that a rank needs which joins between two steps."""
         settled = -1 if self._settled is None else self._settings.index(self._settled)
         numbers = [self._settings.index(self.setting), settled, self._num_steps, self._num_explored]
         return np.array([*numbers, self._tracing_seconds], np.float64)
@@ -212,10 +185,10 @@ class Autotuner:
         self._measured: list[Times] = []
 
     def own(self, times: Times, is_late: bool = False) -> np.ndarray:
-        """What this rank hands out beside a step.
+        """Returns the table that this rank sends beside a step: its own column, and zeros.
 
         Args:
-          times: What it has measured of the step before.
+          times: Those of the step before.
           is_late: Whether the program has another width yet. Default: it has the one that was chosen.
         """
         settled = 0 if self._settled is None else 1 + self._settings.index(self._settled)
@@ -296,10 +269,10 @@ class Autotuner:
         if (untried := self._untried()) is not None:
             self._try(untried)
             return
-        candidates = self._candidates()
+        candidates = self._candidates(self._may_widen)
         best = self._best(candidates)
         if best not in tried and not self._is_worth_tracing(best):
-            candidates = self._candidates(self._widths[:1])
+            candidates = self._candidates(may_widen=False)
             best = self._best(candidates)
         if best not in tried:
             self._try(best)
@@ -309,21 +282,21 @@ class Autotuner:
             self._is_tried_again = True
             self._try(first)
 
-    def _candidates(self, widths: Sequence[int] = ()) -> list[Setting]:
-        """The settings whose ways were tried, with these widths. Default: all that the program stands."""
-        widths = widths or (self._widths if self._may_widen else self._widths[:1])
+    def _candidates(self, may_widen: bool) -> list[Setting]:
+        """The settings whose ways were tried, with all widths or the least one."""
+        widths = self._widths if may_widen else self._widths[:1]
         return [each for each in self._settings if each.width in widths and self._narrowed(each) in self._results]
 
     def _is_worth_tracing(self, wide: Setting) -> bool:
         """True if it would have saved, in the steps so far, what it takes to trace its graph."""
-        saved = self.seconds(self._best(self._candidates(self._widths[:1]))) - self.seconds(wide)
+        saved = self._seconds(self._best(self._candidates(may_widen=False))) - self._seconds(wide)
         return saved * self._num_steps >= _TIMES_TRACING * self._tracing_seconds
 
     def _try_wide(self) -> None:
         """Tries a larger width, if it is worth that by now."""
         if not self._results or len(self._widths) == 1 or self.setting.width > self._widths[0]:
             return
-        best = self._best(self._candidates())
+        best = self._best(self._candidates(self._may_widen))
         if best not in self._results and self._is_worth_tracing(best):
             self._is_exploring = True
             self._try(best)
@@ -357,9 +330,9 @@ class Autotuner:
 
     def _is_much_faster(self, setting: Setting, other: Setting) -> bool:
         """True if another candidate is slower by far, also if it was tried when the program had just begun."""
-        return self.seconds(setting) < _MUCH_FASTER * self.seconds(other, self._least)
+        return self._seconds(setting) < _MUCH_FASTER * self._seconds(other, self._least)
 
-    def seconds(self, setting: Setting, results: Mapping[Setting, Times] | None = None) -> float:
+    def _seconds(self, setting: Setting, results: Mapping[Setting, Times] | None = None) -> float:
         """The duration of a step: as measured with a wider pipe, else as predicted.
 
         Args:
@@ -377,7 +350,7 @@ class Autotuner:
 
         if setting.width == 1:
             return computing + communicating(setting.way)
-        # What others took beyond that, such as the updates of a replay, or processors that are busy anyhow.
+        # A wide pipe takes more than its model says, because of further updates, or if processors are busy anyhow.
         wide = [each for each in results if each.width > 1]
         more = max((results[each].period - max(computing, communicating(each.way)) for each in wide), default=0.0)
         return max(computing, communicating(setting.way)) + more
@@ -386,22 +359,22 @@ class Autotuner:
         def change(setting: Setting) -> tuple:
             return self.ways[setting.way].codec, setting.width
 
-        return choose(candidates, self.seconds, change, lambda setting: self.seconds(setting, self._least))
+        return choose(candidates, self._seconds, change, lambda setting: self._seconds(setting, self._least))
 
     # Settled.
 
     def _choose(self, candidates: Sequence[Setting]) -> None:
         best = self._best(candidates)
         first = self._settings[0]
-        text = f"{self.describe(best)}: {1e3 * self.seconds(best):.3g} ms a step"
+        text = f"{self._describe(best)}: {1e3 * self._seconds(best):.3g} ms a step"
         if best != first:
-            text += f"; {self.describe(first)}: {1e3 * self.seconds(first):.3g} ms"
+            text += f"; {self._describe(first)}: {1e3 * self._seconds(first):.3g} ms"
         is_new = best != self._settled
         self._settle(best)
         if is_new:
             self._tell(self.ways[best.way], best.width, text)
 
-    def describe(self, setting: Setting) -> str:
+    def _describe(self, setting: Setting) -> str:
         """A setting in words."""
         return f"{self.ways[setting.way]}, K = {setting.width}"
 
@@ -414,7 +387,7 @@ class Autotuner:
     def _narrow(self) -> None:
         """A rank's program turns out to do what a wider pipe cannot follow."""
         self._settle(self._narrowed(self.setting))
-        text = f"{self.describe(self.setting)}: no wider pipe can follow the program"
+        text = f"{self._describe(self.setting)}: no wider pipe can follow the program"
         self._tell(self.ways[self.setting.way], self.setting.width, text)
 
     def _compare_block(self) -> None:

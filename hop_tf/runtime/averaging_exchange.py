@@ -131,8 +131,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
             reduction.begin_at(step)
 
     def common_state(self) -> list[np.ndarray]:
-        of_reductions = (payloads.join(reduction.common_state()) for reduction in self._reductions)
-        return [self.admissions.table(), *(np.concatenate(each) for each in of_reductions)]
+        return [self.admissions.table(), *(payloads.joined(each.common_state()) for each in self._reductions)]
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
         table, *of_reductions = parts

@@ -183,7 +183,7 @@ class GradientExchange(AveragingExchange):
         self._exchange_seconds = 0.0
 
     def gauges(self) -> Mapping[str, float]:
-        """What ranks have chosen.
+        """The settings that ranks have chosen.
 
         Returns:
           `pipeline_width`: K; `uses_ring`: 1 or 0; `encoded_bytes_per_value`: 4 of a lossless float32. Nothing if they

@@ -108,7 +108,7 @@ class Scheme(abc.ABC):
         return tf.constant(False)
 
     def graph_of(self, group: Group) -> Hashable:
-        """What tells the graphs apart that the scheme has had traced for a group: see `change_graph`."""
+        """A key that tells the scheme's graphs of a group apart: see `change_graph`."""
         return None
 
     def change_graph(self, group: Group) -> bool:

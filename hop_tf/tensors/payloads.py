@@ -34,6 +34,11 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     return payload
 
 
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The same as one array of bytes, which is a copy."""
+    return np.concatenate(join(parts))
+
+
 @functools.lru_cache(maxsize=256)
 def _lengths(*sizes: int) -> np.ndarray:
     """Returns the number of parts and their sizes, as bytes. They are kept: each step has parts of the same sizes."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
-from hop_tf.runtime.autotuning import choose
+from hop_tf.runtime.choosing import choose
 from hop_tf.timing.costs import (
     ALGORITHMS,
     FLOAT32_BYTES,
@@ -202,9 +202,9 @@ def recommend(
 ) -> Plan:
     """The settings with which a step is short, and that are worth what they change of training.
 
-    As ranks choose that choose by times (`hop_tf.runtime.autotuning`): another codec, or a larger width, has to save 15
-    % of a step. What changes training least is, in this order: the smaller width, the codec that comes first in
-    `codec_names`, fewer segments, the mesh.
+    Ranks that choose by measured times have the same rule (`hop_tf.runtime.choosing`): another codec, or a larger
+    width, has to save 15 % of a step. What changes training least is, in this order: the smaller width, the codec that
+    comes first in `codec_names`, fewer segments, the mesh.
 
     Args:
       network: What communication costs.

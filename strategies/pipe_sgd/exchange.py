@@ -9,7 +9,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.runtime.autotuning import AUTO, Autotuner, Pace, Way
+from hop_tf.runtime.autotuning import Autotuner, Pace, Way
+from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
 from hop_tf.runtime.group import ExchangeContext, takes_codec
 from hop_tf.runtime.replay import Replay, make_replay
@@ -54,23 +55,18 @@ class PipeSGDSettings:
             return (self.pipeline_width,)
         return (1, 2) if self.compensation == "replay" else (1,)
 
-    @property
-    def chooses(self) -> bool:
-        """True if ranks choose a setting by what they measure."""
-        return AUTO in (self.algorithm, self.codec) or len(self.widths) > 1
+    def chooses(self, world_size: int) -> bool:
+        """True if ranks choose between several settings."""
+        return len(self.ways(world_size)) * len(self.widths) > 1
 
     def without_times(self) -> PipeSGDSettings:
-        """The same, where nothing is chosen by what steps take."""
-        return dataclasses.replace(
-            self,
-            pipeline_width=self.widths[0],
-            codec=codecs.Identity() if self.codec == AUTO else self.codec,
-            algorithm="mesh" if self.algorithm == AUTO else self.algorithm,
-        )
+        """The settings that ranks begin with, if nothing is to be chosen by times."""
+        way = self.ways(world_size=1)[0]
+        return dataclasses.replace(self, pipeline_width=self.widths[0], codec=way.codec, algorithm=way.algorithm)
 
     @property
     def delay(self) -> int:
-        """How many steps late a mean is merged, at most."""
+        """The largest K - 1: means are merged up to so many steps late."""
         return max(self.widths) - 1
 
     @property
@@ -136,7 +132,7 @@ class PipeSGDExchange(GradientExchange):
 
     @property
     def delay(self) -> int:
-        """How many steps late a mean is merged: K - 1."""
+        """K - 1: means are merged so many steps late."""
         return self.width - 1
 
     def change_width(self, width: int, step: int) -> None:

@@ -47,7 +47,8 @@ from hop_tf.keras_hook.optimizers import (
     use_ema,
 )
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.autotuning import AUTO, Way
+from hop_tf.runtime.autotuning import Way
+from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import specs_beside, submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.meeting import meet_newcomers
@@ -195,7 +196,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             compensation=compensation,
             on_peer_loss=on_peer_loss or "raise",
         )
-        chooses = self._settings.chooses
+        given = self._settings
         if is_deterministic():
             self._settings = self._settings.without_times()
         if patience_seconds is not None and on_peer_loss == "continue" and not self._settings.admits:
@@ -218,13 +219,13 @@ class PipeSGDStrategy(ExchangeStrategy):
             min_ranks=min_ranks,
             patience_seconds=patience_seconds,
         )
-        if chooses and not self._settings.chooses:
+        if self._settings != given:
             (way,) = self._settings.ways(self.world_size)
             self._tell(way, *self._settings.widths, "operations are deterministic, so nothing is chosen by times")
 
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         settings = self._settings
-        if settings.chooses and is_deterministic():
+        if settings.chooses(self.world_size) and is_deterministic():
             raise ValueError(
                 "settings must not be 'auto' with tf.config.experimental.enable_op_determinism(), as times differ from "
                 "run to run. Call it before the strategy is made: then they are fixed. "
@@ -254,7 +255,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             self.world_size,
             admits=self._settings.admits,
             weighs_rows=self.training.shares is not None,
-            chooses=self._settings.chooses,
+            chooses=self._settings.chooses(self.world_size),
         )
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:

@@ -1,4 +1,4 @@
-"""`Autotuner`: what it chooses on links and for computations whose times are given, on all ranks alike."""
+"""`Autotuner`: its choices on links and for computations whose times are given, on all ranks alike."""
 
 import dataclasses
 
@@ -6,7 +6,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from hop_tf import codecs
-from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times, Way, choose
+from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times, Way
+from hop_tf.runtime.choosing import choose
 
 _WAYS = [
     Way("mesh", codecs.Identity()),
@@ -113,7 +114,7 @@ class AutotunerTest(parameterized.TestCase):
 
     @parameterized.parameters({"widths": (1,)}, {"tracing": 1e6})
     def test_a_program_that_is_slow_at_first(self, **arguments):
-        """What is tried first is no better or worse for that."""
+        """The candidate that is tried first has no disadvantage."""
         world = _World(0.1, (0.1, 0.1, 0.1, 0.1)).begin(**arguments)
         take = world._take
 

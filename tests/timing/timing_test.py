@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs, timing
-from hop_tf.runtime.autotuning import WORTHWHILE
+from hop_tf.runtime.choosing import WORTHWHILE
 
 _NETWORK = timing.NetworkCosts(
     latency_seconds=1e-3, seconds_per_byte=1e-9, reduce_seconds_per_byte=1e-10, synchronization_seconds=2e-3

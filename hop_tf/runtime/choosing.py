@@ -1,0 +1,39 @@
+"""`choose`: the rule by which settings are chosen that make a step shorter, and change training.
+
+Ranks apply it to measured times (`hop_tf.runtime.autotuning`), and `hop_tf plan` and `diagnose` to predicted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+# The value of an argument that ranks choose.
+AUTO = "auto"
+# The share of a step that a codec or a wider pipe has to save, and the share that another algorithm has to save.
+WORTHWHILE = 0.15
+RESOLUTION = 0.05
+
+
+def choose(
+    candidates: Sequence,
+    seconds: Callable[[object], float],
+    change: Callable[[object], object],
+    least_seconds: Callable[[object], float] | None = None,
+) -> object:
+    """The candidate that is worth what it changes.
+
+    Args:
+      candidates: Those that change training least come first.
+      seconds: The duration of a candidate's step.
+      change: What it changes of training. If that is the same for two candidates, the later one need only be faster by
+        `RESOLUTION`, else by `WORTHWHILE`.
+      least_seconds: What its step takes at least, where durations vary: others have to be faster than that. Default:
+        `seconds`.
+    """
+    least_seconds = least_seconds or seconds
+    best = candidates[0]
+    for candidate in candidates[1:]:
+        share = RESOLUTION if change(candidate) == change(best) else WORTHWHILE
+        if seconds(candidate) <= (1 - share) * least_seconds(best):
+            best = candidate
+    return best
