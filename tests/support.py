@@ -8,12 +8,14 @@ import pathlib
 import runpy
 import subprocess
 from collections.abc import Callable, Mapping
+from unittest import mock
 
 import keras
 import tensorflow as tf
 
 import hop_tf
 from hop_tf.errors import HopError
+from hop_tf.runtime.autotuning import Autotuner
 from hop_tf.testing import InProcessCluster
 
 # Whether this is `make stress`, which tries many events where `make test` tries some.
@@ -212,3 +214,14 @@ class AbortOnRank1(keras.callbacks.Callback):
                 raise HopError("broken on purpose")
             with contextlib.suppress(HopError):
                 self._strategy.training.worker.membership.wait_until(lambda: False, _WAIT_SECONDS)
+
+
+def scripted_choices(script):
+    """An `Autotuner.hear` that follows a script in place of times: `script(step)` is the setting of a step."""
+
+    def hear(self, mean):
+        self._num_steps += 1
+        assert mean.size == 4 * self._world_size
+        self.setting = script(self._num_steps)
+
+    return mock.patch.object(Autotuner, "hear", hear)

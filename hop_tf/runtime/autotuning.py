@@ -376,7 +376,8 @@ class Autotuner:
 
     def _describe(self, setting: Setting) -> str:
         """A setting in words."""
-        return f"{self.ways[setting.way]}, K = {setting.width}"
+        width = "" if tuple(self._widths) == (1,) else f", K = {setting.width}"
+        return f"{self.ways[setting.way]}{width}"
 
     def _settle(self, setting: Setting) -> None:
         self._settled = setting

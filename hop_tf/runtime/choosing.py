@@ -14,6 +14,18 @@ WORTHWHILE = 0.15
 RESOLUTION = 0.05
 
 
+def algorithms_to_try(algorithm: str, world_size: int) -> list[str]:
+    """The algorithms of an all-reduce that an argument stands for. Ranks begin with the first one.
+
+    Args:
+      algorithm: `AUTO`, or one that is given.
+      world_size: Number of ranks.
+    """
+    if algorithm != AUTO:
+        return [algorithm]
+    return ["mesh", "ring"] if world_size > 2 else ["mesh"]  # Of two ranks, a ring is a mesh.
+
+
 def choose(
     candidates: Sequence,
     seconds: Callable[[object], float],

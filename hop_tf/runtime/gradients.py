@@ -11,7 +11,7 @@ import tensorflow as tf
 from hop_tf.collectives import AllReduce, Alternatives
 from hop_tf.keras_hook.optimizers import has_schedule, unscaled, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
-from hop_tf.runtime.autotuning import Autotuner, Times, Way
+from hop_tf.runtime.autotuning import Autotuner, Pace, Times, Way
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext, Group
@@ -38,8 +38,9 @@ class GradientExchange(AveragingExchange):
     Args:
       context: Membership, packing and buffers of the group.
       members: For each segment, the indices of its variables.
-      ways: How gradients may be averaged. Several need `tuner`.
-      tuner: Chooses one of them for each step. Default None: there is one.
+      ways: How gradients may be averaged. Several need `Autotuner.spec`.
+      widths: As of `Autotuner`. Default: 1 only.
+      tell: As of `Autotuner`. Default: nobody is told.
       adopts_rate: Whether the first rank's learning rate can take the place of a rank's own. Default: where weights
         have not decayed by that one before. Never where the rate has a schedule.
       delay: How many steps late a mean is applied. Default 0.
@@ -49,12 +50,14 @@ class GradientExchange(AveragingExchange):
       rate: The learning rate.
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
-      tuner: As above.
+      tuner: Chooses a way and a width for each step; None: there is one.
       width: K, as the graph has it.
       weighs_rows: Whether ranks count in proportion to their rows.
+      pace: As of `Autotuner`.
     """
 
     width: int = 1
+    pace: Pace | None = None
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class GradientExchange(AveragingExchange):
         members: Sequence[Sequence[int]],
         *,
         ways: Sequence[Way],
-        tuner: Autotuner | None = None,
+        widths: Sequence[int] = (1,),
+        tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
         adopts_rate: bool | None = None,
         delay: int = 0,
     ):
@@ -93,10 +97,12 @@ class GradientExchange(AveragingExchange):
         adopts_rate = adopts_rate and not has_schedule(optimizer)
         self.rate = CommonRate(context.membership.rank, context.membership.world_size, adopts=adopts_rate)
         self._rate_segment, self._rate_place = self._place_of(len(context.packing.specs) - 1)
-        self.tuner = tuner
-        if tuner is not None:
+        self.tuner, times = None, Autotuner.find_spec(context.packing.specs)
+        if times is not None:
+            rank, world_size = context.membership.rank, context.membership.world_size
+            self.tuner = Autotuner(ways, widths, rank=rank, world_size=world_size, tell=tell, pace=self.pace)
             self._clock = context.membership.monitor.now
-            self._times_segment, self._times_place = self._place_of(Autotuner.find_spec(context.packing.specs))
+            self._times_segment, self._times_place = self._place_of(times)
             self._begin_timing()
 
     def _make_mean_by(
@@ -186,16 +192,17 @@ class GradientExchange(AveragingExchange):
         """The settings that ranks have chosen.
 
         Returns:
-          `pipeline_width`: K; `uses_ring`: 1 or 0; `encoded_bytes_per_value`: 4 of a lossless float32. Nothing if they
-          do not choose.
+          `pipeline_width`: K; `uses_ring`: 1 or 0; `uses_bcube`, if it can be chosen: 1 or 0;
+          `encoded_bytes_per_value`: 4 of a lossless float32. Nothing if they do not choose.
         """
         if self.tuner is None:
             return {}
         way, width = self.tuner.setting
         algorithm, codec = self.tuner.ways[way].algorithm, self.tuner.ways[way].codec
+        kinds = {"ring", *(_kind(each.algorithm) for each in self.tuner.ways)} - {"mesh"}
         return {
             "pipeline_width": width,
-            "uses_ring": float(algorithm == "ring"),
+            **{f"uses_{kind}": float(kind == _kind(algorithm)) for kind in sorted(kinds)},
             "encoded_bytes_per_value": codec.bytes_per_value,
         }
 
@@ -214,6 +221,11 @@ class GradientExchange(AveragingExchange):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
 
 
+def _kind(algorithm: str) -> str:
+    """The algorithm without its numbers."""
+    return algorithm.partition(":")[0]
+
+
 def _make_admissions(context: ExchangeContext, num_segments: int, lead: int) -> Admissions:
     return Admissions(context.membership, context.group, context.session, num_segments=num_segments, lead=lead)
 
@@ -230,7 +242,7 @@ def specs_beside(
       world_size: Number of ranks.
       admits: Whether ranks that were started again are to take part.
       weighs_rows: Whether ranks count in proportion to their rows. Default False.
-      chooses: Whether there is a `tuner`. Default False.
+      chooses: Whether ranks choose by times. Default False.
     """
     rows, newcomers, times = [_ROWS] * weighs_rows, [Admissions.spec(world_size)] * admits, [Autotuner.spec(world_size)]
     return [*rows, *newcomers, *times * chooses, CommonRate.spec(world_size)]

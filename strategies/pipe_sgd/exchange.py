@@ -9,8 +9,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.runtime.autotuning import Autotuner, Pace, Way
-from hop_tf.runtime.choosing import AUTO
+from hop_tf.runtime.autotuning import Way
+from hop_tf.runtime.choosing import AUTO, algorithms_to_try
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
 from hop_tf.runtime.group import ExchangeContext, takes_codec
 from hop_tf.runtime.replay import Replay, make_replay
@@ -41,8 +41,7 @@ class PipeSGDSettings:
           world_size: Number of ranks.
           num_bytes: Bytes of a step's gradients that a codec may shorten. Default: many.
         """
-        # Of two ranks, a ring is a mesh.
-        algorithms = ["mesh", "ring"][: max(1, world_size - 1)] if self.algorithm == AUTO else [self.algorithm]
+        algorithms = algorithms_to_try(self.algorithm, world_size)
         members = [self.codec]
         if self.codec == AUTO:
             members = [codecs.Identity(), *([codecs.Int8()] if num_bytes >= _LEAST_BYTES else [])]
@@ -92,10 +91,7 @@ class PipeSGDExchange(GradientExchange):
       width: K, as the graph has it. If ranks choose it, it is 1 at first.
       replay: What a rank computes with; None where that is what is merged.
       pipelined_from: int64 variable: the step of the running session with which the pipe began to fill.
-      pace: As of `Autotuner`.
     """
-
-    pace: Pace | None = None
 
     def __init__(
         self,
@@ -108,16 +104,12 @@ class PipeSGDExchange(GradientExchange):
         adopts_rate = None if self.delay == 0 else settings.replays
         membership, specs = context.membership, context.packing.specs
         num_bytes = sum(spec.num_elements * spec.dtype.size for spec in specs if takes_codec(spec.dtype, spec.exact))
-        ways, tuner = settings.ways(membership.world_size, num_bytes), None
-        if Autotuner.find_spec(specs) is not None:
-            tuner = Autotuner(
-                ways, settings.widths, rank=membership.rank, world_size=membership.world_size, tell=tell, pace=self.pace
-            )
         super().__init__(
             context,
             with_rows_first(_segments(context.packing, settings.num_segments), specs),
-            ways=ways,
-            tuner=tuner,
+            ways=settings.ways(membership.world_size, num_bytes),
+            widths=settings.widths,
+            tell=tell,
             adopts_rate=adopts_rate,
             delay=settings.delay,
         )

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +36,6 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
 from hop_tf.collectives import ALGORITHMS
-from hop_tf.keras_hook.determinism import is_deterministic
 from hop_tf.keras_hook.optimizers import (
     gradient_accumulation_steps,
     iterations_variable,
@@ -48,6 +46,7 @@ from hop_tf.keras_hook.optimizers import (
 )
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.autotuning import Way
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import specs_beside, submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
@@ -187,7 +186,7 @@ class PipeSGDStrategy(ExchangeStrategy):
                 "`codec` must keep what it does not send: take hop_tf.codecs.TopK(error_feedback=True). Without it all "
                 f"but {codec.ratio:.3g} of each gradient's values are lost. Received: codec={codec!r}."
             )
-        self._settings = PipeSGDSettings(
+        given = PipeSGDSettings(
             pipeline_width=pipeline_width,
             codec=codec,
             num_segments=int(num_segments),
@@ -196,9 +195,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             compensation=compensation,
             on_peer_loss=on_peer_loss or "raise",
         )
-        given = self._settings
-        if is_deterministic():
-            self._settings = self._settings.without_times()
+        self._settings = settings_to_use(given)
         if patience_seconds is not None and on_peer_loss == "continue" and not self._settings.admits:
             raise ValueError(
                 "`patience_seconds` must be None with compensation='none' and a `pipeline_width` above 1: no rank can "
@@ -221,16 +218,11 @@ class PipeSGDStrategy(ExchangeStrategy):
         )
         if self._settings != given:
             (way,) = self._settings.ways(self.world_size)
-            self._tell(way, *self._settings.widths, "operations are deterministic, so nothing is chosen by times")
+            self._tell(way, *self._settings.widths, NO_TIMES)
 
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         settings = self._settings
-        if settings.chooses(self.world_size) and is_deterministic():
-            raise ValueError(
-                "settings must not be 'auto' with tf.config.experimental.enable_op_determinism(), as times differ from "
-                "run to run. Call it before the strategy is made: then they are fixed. "
-                f"Received: {self._settings}."
-            )
+        refuse_late_determinism(settings, chooses=settings.chooses(self.world_size))
         problem = _why_narrow(context.optimizer()) if settings.replays else ""
         if problem and settings.pipeline_width == AUTO:
             settings = dataclasses.replace(settings, pipeline_width=1)
@@ -240,15 +232,8 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     def _tell(self, way: Way, width: int, text: str) -> None:
         """Says what ranks have chosen."""
-        if self._recorder is not None:
-            codec = str(way.codec)
-            self._recorder.add_line("chosen", codec=codec, algorithm=way.algorithm, pipeline_width=width)
-        if self.is_chief:
-            codec = None if way.codec == codecs.Identity() else way.codec
-            if codec is not None and codec == codecs.get(codec.name):
-                codec = codec.name
-            call = f"PipeSGDStrategy(codec={codec!r}, algorithm={way.algorithm!r}, pipeline_width={width})"
-            print(f"hop_tf: {text}. To keep these settings: {call}.", file=sys.stderr, flush=True)
+        call = write_call("PipeSGDStrategy", codec=way.codec, algorithm=way.algorithm, pipeline_width=width)
+        tell_choice(self._recorder, way, width, text, call=call, is_chief=self.is_chief)
 
     def specs_beside(self) -> Sequence[TensorSpec]:
         return specs_beside(

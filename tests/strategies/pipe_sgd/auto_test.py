@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import threading
 from unittest import mock
 
 import keras
@@ -11,11 +12,12 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
+from hop_tf.runtime import choices
 from hop_tf.runtime.autotuning import Autotuner, Setting
 from hop_tf.strategies.pipe_sgd import exchange
-from hop_tf.strategies.pipe_sgd import strategy as strategy_module
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
 from hop_tf.testing import InProcessCluster
+from support import scripted_choices
 
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -35,17 +37,6 @@ def _strategy(**settings):
         return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, **settings)
 
     return make_strategy
-
-
-def _scripted(script):
-    """An `Autotuner.hear` that follows a script in place of times: `script(step)` is the setting of a step."""
-
-    def hear(self, mean):
-        self._num_steps += 1
-        assert mean.size == 4 * self._world_size
-        self.setting = script(self._num_steps)
-
-    return mock.patch.object(Autotuner, "hear", hear)
 
 
 def _linear_loss(y_true, y_pred):
@@ -89,7 +80,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
                 weights += _fit_in(strategy, optimizer, [record], **arguments).get_weights()
             return weights, widths
 
-        with _scripted(lambda step: Setting(0, [*_WIDTHS, 1][step])):
+        with scripted_choices(lambda step: Setting(0, [*_WIDTHS, 1][step])):
             results = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
         expected = _fit(optimizer).get_weights()
         for weights, widths in results:
@@ -109,7 +100,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             _fit_in(strategy, "momentum", [record], epochs=1)
             return seen
 
-        with _scripted(lambda step: Setting(0, 2 if 4 <= step < 8 else 1)):
+        with scripted_choices(lambda step: Setting(0, 2 if 4 <= step < 8 else 1)):
             first, second = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
         are_equal = [np.array_equal(*pair) for pair in zip(first, second, strict=True)]
         # Step 7 has chosen K = 1. All ranks have its mean for sure when step 8 has ended.
@@ -120,7 +111,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         def run(strategy):
             return _fit_in(strategy, "momentum").get_weights()
 
-        ways = _scripted(lambda step: Setting(step // 2 % 4, 1))  # Mesh and ring, with and without int8.
+        ways = scripted_choices(lambda step: Setting(step // 2 % 4, 1))  # Mesh and ring, with and without int8.
         with ways, mock.patch.object(exchange, "_LEAST_BYTES", 0):
             strategy = _strategy(num_segments=num_segments, pipeline_width=1)
             results = InProcessCluster(3, strategy, timeout_seconds=120).run(run)
@@ -146,7 +137,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             bucket, where = group.packing.place(0)
             return model.get_weights()[0], reduction._lost[bucket][where].reshape(6, 2)
 
-        with _scripted(lambda step: Setting(step // 2 % 2, 1)):
+        with scripted_choices(lambda step: Setting(step // 2 % 2, 1)):
             results = InProcessCluster(3, _strategy(codec=codec, pipeline_width=1), timeout_seconds=120).run(run)
         x, y = _data()
         all_gradients = x.T @ y / _BATCH_SIZE
@@ -172,7 +163,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             )
 
     def test_nothing_is_chosen_by_times_if_operations_are_deterministic(self):
-        with mock.patch.object(strategy_module, "is_deterministic", return_value=True):
+        with mock.patch.object(choices, "is_deterministic", return_value=True):
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 strategy = hop_tf.PipeSGDStrategy()
             self.assertEqual(
@@ -183,11 +174,17 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((given._settings.pipeline_width, given._settings.algorithm), (2, "ring"))
 
     def test_operations_that_become_deterministic_too_late(self):
-        def run(strategy):
-            with mock.patch.object(strategy_module, "is_deterministic", return_value=True):
-                _fit_in(strategy, "momentum")
+        all_are_made = threading.Barrier(2)
 
-        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+        def run(strategy):
+            all_are_made.wait(60)
+            is_deterministic.return_value = True
+            _fit_in(strategy, "momentum")
+
+        with (
+            mock.patch.object(choices, "is_deterministic", return_value=False) as is_deterministic,
+            self.assertRaisesRegex(ValueError, "Call it before the strategy is made"),
+        ):
             InProcessCluster(2, _strategy(), timeout_seconds=60).run(run)
 
     def test_ranks_with_one_setting_to_choose_from(self):
@@ -215,7 +212,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
 
         expected = _fit("momentum", epochs=3).get_weights()
         widths = [1, 1, 2, 2, 1, 2, 2, 1, 1, 1, 1, 1, 2]  # The last choice of a `fit` comes too late for it.
-        with _scripted(lambda step: Setting(0, widths[step % 12 or 12])):
+        with scripted_choices(lambda step: Setting(0, widths[step % 12 or 12])):
             results = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
         for of_models in results:
             for weights in of_models:
@@ -227,7 +224,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
 
     def _check_stays_narrow(self, run, skipped=0):
         """Ranks hear so, but for some first steps."""
-        with _scripted(lambda step: Setting(0, 1)), mock.patch.object(Autotuner, "own", _noting(seen := {})):
+        with scripted_choices(lambda step: Setting(0, 1)), mock.patch.object(Autotuner, "own", _noting(seen := {})):
             InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
         for of_rank in seen.values():
             self.assertNotEmpty(of_rank[skipped:])

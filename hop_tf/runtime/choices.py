@@ -1,0 +1,76 @@
+"""What strategies share whose ranks choose settings by times: see `hop_tf.runtime.autotuning`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol, TypeVar
+
+from hop_tf import codecs
+from hop_tf.keras_hook.determinism import is_deterministic
+from hop_tf.records import Recorder
+from hop_tf.runtime.autotuning import Way
+
+# Why nothing is chosen, for `tell_choice`.
+NO_TIMES = "operations are deterministic, so nothing is chosen by times"
+
+
+class Choosable(Protocol):
+    """Settings of which ranks may choose some."""
+
+    def without_times(self) -> Choosable:
+        """The settings that ranks begin with, if nothing is to be chosen by times."""
+
+
+_Settings = TypeVar("_Settings", bound=Choosable)
+
+
+def settings_to_use(given: _Settings) -> _Settings:
+    """Returns the settings of a new strategy: under op determinism, those that ranks begin with."""
+    return given.without_times() if is_deterministic() else given
+
+
+def refuse_late_determinism(settings: Choosable, *, chooses: bool) -> None:
+    """Refuses settings that ranks choose, if operations have become deterministic since the strategy was made.
+
+    Args:
+      settings: Those of the strategy.
+      chooses: Whether ranks choose some of them.
+
+    Raises:
+      ValueError: If they do, and TensorFlow's operations must be deterministic.
+    """
+    if chooses and is_deterministic():
+        raise ValueError(
+            "settings must not be 'auto' with tf.config.experimental.enable_op_determinism(), as times differ from "
+            f"run to run. Call it before the strategy is made: then they are fixed. Received: {settings}."
+        )
+
+
+def write_call(strategy: str, **arguments: object) -> str:
+    """The call that makes a strategy, with a codec as a program gives it."""
+    written = {name: _written(value) for name, value in arguments.items()}
+    return f"{strategy}({', '.join(f'{name}={value!r}' for name, value in written.items())})"
+
+
+def _written(value: object) -> object:
+    if value == codecs.Identity():
+        return None
+    is_named = isinstance(value, codecs.Codec) and value == codecs.get(value.name)
+    return value.name if is_named else value
+
+
+def tell_choice(recorder: Recorder | None, way: Way, width: int, text: str, *, call: str, is_chief: bool) -> None:
+    """Records what ranks have chosen. The chief says it on stderr, too.
+
+    Args:
+      recorder: That of this rank, if it has one.
+      way: How ranks average.
+      width: K.
+      text: What its step takes, or why it was taken.
+      call: The call that keeps these settings.
+      is_chief: Whether this rank is the chief.
+    """
+    if recorder is not None:
+        recorder.add_line("chosen", codec=str(way.codec), algorithm=way.algorithm, pipeline_width=width)
+    if is_chief:
+        print(f"hop_tf: {text}. To keep these settings: {call}.", file=sys.stderr, flush=True)
