@@ -248,7 +248,7 @@ def _measure(
 
 def _kinds() -> dict[str, Mapping]:
     """Settings of the kinds of training, by their labels."""
-    synchronous = {"consistency": "bsp"}
+    synchronous = {"consistency": "bsp", "algorithm": "mesh"}
     asynchronous = {"consistency": "ssp", "max_in_flight": _MAX_IN_FLIGHT.value}
     return {
         "BSP float32": {**synchronous, **_FLOAT32},

@@ -151,12 +151,17 @@ def _in_lock_step(measurement: Measurement, plan: Plan, durations: np.ndarray) -
 
 
 def _canary_synchronous(measurement: Measurement) -> Iterator[Candidate]:
-    plan = measurement.predict(pipeline_width=1, codec="sketch", num_segments=_NUM_COLAYERS)
+    plan = _shortest(
+        [
+            measurement.predict(pipeline_width=1, codec="sketch", num_segments=_NUM_COLAYERS, algorithm=algorithm)
+            for algorithm in ALGORITHMS
+        ]
+    )
     yield Candidate(
         name="canary:bsp",
         strategy="Canary",
-        call=_call("CanaryStrategy", consistency="bsp"),
-        bytes_per_step=_all_reduce_bytes(measurement, "sketch", "mesh"),
+        call=_call("CanaryStrategy", consistency="bsp", algorithm=plan.algorithm),
+        bytes_per_step=_all_reduce_bytes(measurement, "sketch", plan.algorithm),
         outcome=functools.partial(_in_lock_step, measurement, plan),
     )
 

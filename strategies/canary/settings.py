@@ -6,8 +6,10 @@ import dataclasses
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss
-from hop_tf.collectives import Network, get_network
+from hop_tf.collectives import BCube, Mesh, Network, get_network
 from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.autotuning import Way
+from hop_tf.runtime.choosing import AUTO, algorithms_to_try
 from hop_tf.strategies.canary.colayers import MOST_COLAYERS
 from hop_tf.strategies.canary.exchange import AsyncSettings
 from hop_tf.strategies.canary.gei import Thresholds, check_min_colayers
@@ -20,7 +22,8 @@ class CanarySettings:
     """What `CanaryStrategy` was told; see there.
 
     Attributes:
-      algorithm, codec, on_peer_loss: What the names and None stand for.
+      algorithm: "auto", "ring", or the network that another name stands for.
+      codec, on_peer_loss: What the names and None stand for.
 
     Raises:
       TypeError: If `codec` is something else.
@@ -47,7 +50,8 @@ class CanarySettings:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), at_least=1)
         check_min_colayers(self.min_colayers, self.num_colayers or MOST_COLAYERS)
-        object.__setattr__(self, "algorithm", get_network(self.algorithm))
+        if self.algorithm != AUTO and not (self.algorithm == "ring" and self.is_synchronous):
+            object.__setattr__(self, "algorithm", get_network(self.algorithm))
         object.__setattr__(self, "codec", codecs.get(self.codec))
         self._check_consistency()
         default = "raise" if self.is_synchronous else "continue"
@@ -73,14 +77,66 @@ class CanarySettings:
                 f"is not selected would be lost. Received: codec={self.codec!r}, consistency={self.consistency!r}."
             )
 
-    def check_interfaces(self, options: CommunicationOptions) -> None:
-        """Raises ValueError unless there is an address for each of the algorithm's interfaces, or none at all."""
-        needed = self.algorithm.num_levels
-        if options.interfaces is not None and len(options.interfaces) != needed:
+    def check_cluster(self, world_size: int, options: CommunicationOptions) -> None:
+        """Checks that the algorithm fits the cluster.
+
+        Raises:
+          ValueError: Unless it can have so many ranks, and there is an address for each of its interfaces, or none.
+        """
+        self.network.check_world_size(world_size)
+        if options.interfaces is None or self._bcubes(world_size, len(options.interfaces)):
+            return
+        needed = self.network.num_levels
+        if len(options.interfaces) != needed:
             raise ValueError(
-                f"`interfaces` must be {needed} addresses, one for each interface of {self.algorithm}. "
+                f"`interfaces` must be {needed} addresses, one for each interface of {self._first}. "
                 f"Received: interfaces={options.interfaces}."
             )
+
+    # How "bsp" averages.
+
+    def ways(self, world_size: int, num_interfaces: int = 0) -> list[Way]:
+        """How ranks may average a colayer, if they are synchronous. They begin with the first one.
+
+        Args:
+          world_size: Number of ranks.
+          num_interfaces: Addresses that each rank has given. Default 0.
+        """
+        if not self._chooses_algorithm:
+            return [Way(self._first, self.codec)]
+        algorithms = [*algorithms_to_try(AUTO, world_size), *map(str, self._bcubes(world_size, num_interfaces))]
+        return [Way(algorithm, self.codec) for algorithm in algorithms]
+
+    def chooses(self, world_size: int, num_interfaces: int = 0) -> bool:
+        """True if ranks choose between several algorithms; arguments as of `ways`."""
+        return self.is_synchronous and len(self.ways(world_size, num_interfaces)) > 1
+
+    def without_times(self) -> CanarySettings:
+        """The settings that ranks begin with, if nothing is to be chosen by times."""
+        return dataclasses.replace(self, algorithm="mesh") if self._chooses_algorithm else self
+
+    def _bcubes(self, world_size: int, num_interfaces: int) -> list[BCube]:
+        """The BCube that ranks may choose, if they have interfaces for it."""
+        if not self._chooses_algorithm or num_interfaces < 2:
+            return []
+        alpha = round(world_size ** (1 / num_interfaces))
+        fits = alpha > 1 and alpha**num_interfaces == world_size
+        return [BCube(alpha, num_interfaces)] if fits else []
+
+    @property
+    def _chooses_algorithm(self) -> bool:
+        """True if ranks choose, where several algorithms fit. Of factors, few bytes are left to save."""
+        return self.algorithm == AUTO and self.is_synchronous and self.low_rank is None
+
+    @property
+    def _first(self) -> str:
+        """The algorithm that ranks begin with."""
+        return str(self.network if self.algorithm == AUTO else self.algorithm)
+
+    @property
+    def network(self) -> Network:
+        """The network that the algorithm's routes are on."""
+        return self.algorithm if isinstance(self.algorithm, Network) else Mesh()
 
     @property
     def is_synchronous(self) -> bool:
@@ -96,7 +152,7 @@ class CanarySettings:
         """What the exchange is told, where there are so many colayers."""
         most = num_colayers if self.min_colayers is None else min(self.min_colayers, num_colayers)
         return AsyncSettings(
-            network=self.algorithm,
+            network=self.network,
             thresholds=Thresholds(self.max_staleness, 0 if self.consistency == "async" else most),
             codec=self.codec,
             sync_interval=self.sync_interval,

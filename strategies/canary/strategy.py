@@ -28,17 +28,19 @@ averages the gradients of each colayer by all-reduce on the same routes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import identity_of
-from hop_tf.collectives import AllReduce
+from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.autotuning import Way
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
+from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Exchange
 from hop_tf.runtime.gradients import (
     GradientExchange,
@@ -78,7 +80,8 @@ class CanaryStrategy(ExchangeStrategy):
     - "async": the same, and nothing is dropped.
     - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is
       trained is equal to the bit on all ranks. The others go on without a rank that ends early; before another `fit`,
-      `synchronize(model)` makes weights and slots the same.
+      `synchronize(model)` makes weights and slots the same. Ranks choose the algorithm by what their first steps take,
+      and again if steps take longer or shorter: see `PipeSGDStrategy`. Rank 0 says on stderr what was chosen.
 
     With "ssp" and "async", ranks wait for each other when `fit` ends, and end with the same weights, to the bit. During
     training replicas differ by what is under way. What callbacks do to a rank's weights within `fit` is part of its
@@ -92,8 +95,10 @@ class CanaryStrategy(ExchangeStrategy):
 
     Args:
       algorithm: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,
-        each rank sends to beta (alpha - 1) others) or "tree:<children>" (few connections, one interface). Default
-        "mesh".
+        each rank sends to beta (alpha - 1) others), "tree:<children>" (few connections, one interface), or with "bsp"
+        "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp", and three ranks or more, "ring", or
+        the "bcube:<alpha>,<beta>" that `interfaces` are there for, if that saves at least 5 % of a step; not with
+        `low_rank`, nor under `tf.config.experimental.enable_op_determinism()`.
       consistency: As above. Default "ssp".
       max_staleness: s, in iterations; at least 0. Of no matter to "bsp", nor is `min_colayers`. Default 16.
       min_colayers: p: from so many colayers on that have left, the others may follow, however late; 0 is "async".
@@ -117,8 +122,9 @@ class CanaryStrategy(ExchangeStrategy):
         codec then shortens. What is lost is added to what is sent next; what is left over when `fit` ends goes with the
         first steps of the next one. For weights that are equal to the bit, processors must compute alike. Default None:
         they go as they are.
-      interfaces: This machine's address on each of its interfaces: `beta` of a BCube, else one. Ranks that
-        an address cannot reach are reached over that of the cluster, and a warning says so. See
+      interfaces: This machine's address on each of its interfaces: `beta` of a BCube, else one. With "bsp" and
+        algorithm="auto", several are for the BCube that ranks may choose; if they do not, only the first one is used.
+        Ranks that an address cannot reach are reached over that of the cluster, and a warning says so. See
         `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
         others go on without it, and share its rows of each batch; what it has sent and nobody has summed up is lost,
@@ -161,7 +167,7 @@ class CanaryStrategy(ExchangeStrategy):
     def __init__(
         self,
         *,
-        algorithm: str = "mesh",
+        algorithm: str = AUTO,
         consistency: str = "ssp",
         max_staleness: int = 16,
         min_colayers: int | None = None,
@@ -179,7 +185,7 @@ class CanaryStrategy(ExchangeStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
-        self._settings = CanarySettings(
+        given = CanarySettings(
             algorithm=algorithm,
             consistency=consistency,
             max_staleness=max_staleness,
@@ -191,6 +197,7 @@ class CanaryStrategy(ExchangeStrategy):
             low_rank=low_rank,
             on_peer_loss=on_peer_loss,
         )
+        self._settings = settings_to_use(given)
         if patience_seconds is not None and not self._settings.is_synchronous:
             raise ValueError(
                 "`patience_seconds` must be None unless consistency='bsp': otherwise no rank waits for a silent one. "
@@ -204,27 +211,43 @@ class CanaryStrategy(ExchangeStrategy):
         self.keeps_assignments = self.in_lock_step
         cluster = training_cluster(cluster_resolver, "CanaryStrategy")
         if cluster.world_size > 1:
-            self._settings.algorithm.check_world_size(cluster.world_size)
-            self._settings.check_interfaces(options)
+            given.check_cluster(cluster.world_size, options)
+        self._num_interfaces = len(options.interfaces or ())
         super().__init__(
             cluster=cluster,
             devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=options,
             batch_shares=batch_shares,
-            identity={**identity_of(self._settings), "number of interfaces": str(len(options.interfaces or ()))},
+            identity={**identity_of(self._settings), "number of interfaces": str(self._num_interfaces)},
             neighbors=range(cluster.world_size),
             skips_steps=_SKIPS if not self._settings.is_synchronous else "",
             continue_without_lost=self._settings.on_peer_loss == "continue",
             min_ranks=min_ranks,
             patience_seconds=patience_seconds,
         )
+        if self._settings != given and given.chooses(self.world_size, self._num_interfaces):
+            (way,) = self._settings.ways(self.world_size)
+            self._tell(way, 1, NO_TIMES)
+
+    def _tell(self, way: Way, width: int, text: str) -> None:
+        """Says what ranks have chosen. A mesh and a ring use one interface."""
+        arguments = {"consistency": "bsp", "algorithm": way.algorithm}
+        if way.algorithm in ALGORITHMS and self._num_interfaces > 1:
+            arguments["interfaces"] = list(self._options.interfaces[:1])
+        call = write_call("CanaryStrategy", **arguments)
+        tell_choice(self._recorder, way, width, text, call=call, is_chief=self.is_chief)
+
+    @property
+    def _chooses(self) -> bool:
+        """True if ranks choose how they average."""
+        return self._settings.chooses(self.world_size, self._num_interfaces)
 
     def specs_beside(self) -> Sequence[TensorSpec]:
         if not self._settings.is_synchronous:
             return []
         admits, weighs_rows = self._settings.on_peer_loss == "continue", self.training.shares is not None
-        return specs_beside(self.world_size, admits=admits, weighs_rows=weighs_rows)
+        return specs_beside(self.world_size, admits=admits, weighs_rows=weighs_rows, chooses=self._chooses)
 
     def make_exchange(self, context: ExchangeContext) -> Exchange:
         settings = self._settings
@@ -232,8 +255,16 @@ class CanaryStrategy(ExchangeStrategy):
         specs = context.packing.specs[: len(context.packing.specs) - num_beside]
         members = colayers.bundle(specs, settings.num_colayers)
         if settings.is_synchronous:
+            refuse_late_determinism(settings, chooses=self._chooses)
             members[-1].extend(range(len(specs), len(specs) + num_beside))
-            return SynchronousExchange(context, with_rows_first(members, context.packing.specs), settings)
+            members = with_rows_first(members, context.packing.specs)
+            return SynchronousExchange(
+                context,
+                members,
+                settings.ways(self.world_size, self._num_interfaces),
+                low_rank=settings.low_rank,
+                tell=self._tell,
+            )
         for variable in context.trained:
             if variable.dtype not in (tf.float32, tf.float64):
                 raise ValueError(
@@ -317,12 +348,22 @@ class SynchronousExchange(GradientExchange):
     Args:
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
-      settings: Those of the strategy.
+      ways: How a colayer may be averaged.
+      low_rank: Columns of the factors of large dense kernels. Default None: these go as they are.
+      tell: As of `Autotuner`. Default: nobody is told.
     """
 
-    def __init__(self, context: ExchangeContext, members: Sequence[Sequence[int]], settings: CanarySettings):
-        self._low_rank = settings.low_rank
-        super().__init__(context, members, ways=[Way(str(settings.algorithm), settings.codec)])
+    def __init__(
+        self,
+        context: ExchangeContext,
+        members: Sequence[Sequence[int]],
+        ways: Sequence[Way],
+        *,
+        low_rank: int | None = None,
+        tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
+    ):
+        self._low_rank = low_rank
+        super().__init__(context, members, ways=ways, tell=tell)
 
     def _make_mean(self, context: ExchangeContext, name: str, part: Packing, way: Way) -> AllReduce | LowRankMean:
         rank = self._low_rank

@@ -11,7 +11,7 @@ from hop_tf.diagnosis.settings import read_settings
 from hop_tf.records import make_recorder
 from hop_tf.strategies.hop.settings import SkipIterations
 
-_HOP, _PIPE_SGD, _DTS = "HopStrategy", "PipeSGDStrategy", "DTSStrategy"
+_HOP, _PIPE_SGD, _DTS, _CANARY = "HopStrategy", "PipeSGDStrategy", "DTSStrategy", "CanaryStrategy"
 _OF_ALL = {"on_peer_loss": "continue", "batch_shares": [3, 1]}
 
 
@@ -56,6 +56,8 @@ class CallsTest(parameterized.TestCase):
                 "codec": codecs.TopK(ratio=0.1, error_feedback=True),
             },
         ),
+        (_CANARY, {"consistency": "bsp"}),
+        (_CANARY, {"consistency": "bsp", "algorithm": "ring"}),
         (_DTS, {"delay": 8, "interval": 2, "codec": "truncate16", "batch_shares": "auto"}),
     )
     def test_what_was_given_is_told_and_nothing_else(self, strategy, arguments):

@@ -33,7 +33,7 @@ from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.membership import Interrupted
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime import AveragingExchange
-from hop_tf.runtime.autotuning import Autotuner, Pace
+from hop_tf.runtime.autotuning import Autotuner, Pace, Way
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Outgoing
 from hop_tf.runtime.group import ExchangeContext
@@ -42,7 +42,6 @@ from hop_tf.simulate import VirtualCluster, VirtualMonitor
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.strategies.canary.layout import Layout
-from hop_tf.strategies.canary.settings import CanarySettings
 from hop_tf.strategies.canary.strategy import SynchronousExchange
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.strategies.hop.exchange import REDUCTION, STEP, HopExchange
@@ -674,10 +673,12 @@ def _pipe_sgd(context):
     return PipeSGDExchange(context, settings)
 
 
-class _HastyPipeSGDExchange(PipeSGDExchange):
-    """Of three steps, the last one goes another way, if communication takes long."""
+# Of three steps, the last one goes another way, if communication takes long.
+_HASTY = Pace(skipped=0, measured=1, block=1, long_seconds=math.inf)
 
-    pace = Pace(skipped=0, measured=1, block=1, long_seconds=math.inf)
+
+class _HastyPipeSGDExchange(PipeSGDExchange):
+    pace = _HASTY
 
 
 def _pipe_sgd_auto(context):
@@ -708,19 +709,16 @@ def _canary(context):
 
 
 def _canary_synchronous(context):
-    settings = CanarySettings(
-        algorithm="mesh",
-        consistency="bsp",
-        max_staleness=16,
-        min_colayers=None,
-        num_colayers=2,
-        codec=None,
-        max_in_flight=2,
-        sync_interval=None,
-        low_rank=None,
-        on_peer_loss=None,
-    )
-    return SynchronousExchange(context, [[1], [0, 2, 3]], settings)
+    return SynchronousExchange(context, [[1], [0, 2, 3]], [Way("mesh", codecs.Identity())])
+
+
+class _HastySynchronousExchange(SynchronousExchange):
+    pace = _HASTY
+
+
+def _canary_synchronous_auto(context):
+    ways = [Way(algorithm, codecs.Identity()) for algorithm in ("mesh", "ring", "bcube:3,1")]
+    return _HastySynchronousExchange(context, [[1], [0, 2, 3, 4]], ways)
 
 
 def _shat(consistency):
@@ -778,6 +776,8 @@ MEMBERS = {
     "dts_continue": Member(_dts, **_WINDOWS, **_CONTINUES),
     "canary_synchronous": Member(_canary_synchronous, **_GRADIENTS),
     "canary_synchronous_continue": Member(_canary_synchronous, **_GRADIENTS, **_CONTINUES),
+    "canary_synchronous_auto": Member(_canary_synchronous_auto, **_CHOICES),
+    "canary_synchronous_auto_continue": Member(_canary_synchronous_auto, **_CHOICES, **_CONTINUES),
     "hop": Member(_hop(), Mixes),
     "hop_continue": Member(_hop(on_peer_loss="continue"), Mixes, continues=True),
     "hop_backup": Member(_hop(num_backup_workers=1), MixesWithBackup, continues=True),

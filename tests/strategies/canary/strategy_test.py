@@ -451,6 +451,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"algorithm": "ring"}, "`algorithm` must be 'mesh'"),
+        ({"algorithm": "star", "consistency": "bsp"}, "`algorithm` must be 'mesh'"),
         ({"consistency": "sync"}, "`consistency` must be one of ssp, async, bsp. Received: consistency='sync'."),
         ({"max_staleness": -1}, "`max_staleness` must be an integer of at least 0. Received: max_staleness=-1."),
         ({"min_colayers": 0.5}, "`min_colayers` must be an integer of at least 0. Received: min_colayers=0.5."),
@@ -485,6 +486,8 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
             "`interfaces` must be 1 addresses, one for each interface of mesh. Received: .*127.0.0.2",
         ),
         ({"consistency": "bsp", "algorithm": "bcube:2,1", "interfaces": ["::1", "::2"]}, "`interfaces` must be 1 addr"),
+        ({"consistency": "bsp", "interfaces": ["::1", "::2"]}, "`interfaces` must be 1 addresses.* of mesh"),
+        ({"consistency": "bsp", "algorithm": "ring", "interfaces": ["::1", "::2"]}, "must be 1 addresses.* of ring"),
     )
     def test_arguments(self, settings, message):
         with self.assertRaisesRegex(ValueError, message):
