@@ -90,6 +90,17 @@ class CanaryProcessesTest(tf.test.TestCase):
             self.assertBetween(report["steps"], 1, _NUM_STEPS)
 
     @pytest.mark.stress
+    def test_synchronous_ranks_with_two_interfaces_choose(self):
+        """By real times: whatever they choose, they choose it together."""
+        values = self._values(4, {"consistency": "bsp", "num_colayers": 2}, None, "", None, 2)
+        for weights, losses, report in values:
+            self.assertAllEqual(weights, values[0][0])
+            self.assertLess(losses[-1], losses[0])
+            self.assertEqual(report["steps"], _NUM_STEPS)
+            for name in ("uses_ring", "uses_bcube"):
+                self.assertEqual(report[name], values[0][2][name])
+
+    @pytest.mark.stress
     def test_a_rank_that_is_started_again_joins(self):
         mark = os.path.join(self.get_temp_dir(), "victim")
         with MultiProcessRunner(_run, num_workers=3, args=({}, 1, mark), timeout_seconds=150) as runner:
