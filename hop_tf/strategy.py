@@ -266,8 +266,10 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
           (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
           the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`, and with TensorFlow's
-          op determinism), `ranks_lost` and
-          `ranks_left` (how often another rank was lost, or left by an exception, and this one went on),
+          op determinism), `wait_seconds_for_rank_<r>` and `wait_seconds_for_ps_<s>` (time for which communication
+          within steps has waited for that rank or server; only those that were waited for), `ranks_lost` and
+          `ranks_left` (how often another rank was lost, or left by an exception, and this one went on), `ranks_joined`
+          (how often another rank joined again),
           `times_left_behind` (how often the others went on without this rank, which was silent for `patience_seconds`,
           and let it join them again),
           `nonfinite_steps` (see `CommunicationOptions.on_nonfinite`), `batch_share` (the part of each batch that this

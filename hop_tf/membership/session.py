@@ -91,6 +91,8 @@ class Membership(Waiting):
         self.divides_anew = False
         # Since this was made: ranks that were lost, and those that left a session by an exception.
         self.num_lost = self.num_left = 0
+        # How often another rank has joined again in the middle of a session.
+        self.num_joined = 0
         # How often the others went on without this rank, and let it join them again.
         self.num_left_behind = 0
         self._lost_to: dict[int, set[int]] = {}  # By server, the ranks that it goes on without.
@@ -362,6 +364,7 @@ class Membership(Waiting):
         elif join.first_steps:
             self._missed[rank] += max(0, min(join.first_steps.values()) - departure.num_rounds)
         self._departures.begin_incarnation(rank, join.incarnation)
+        self.num_joined += 1
         self._note_event(Kind.JOIN, rank, "")
         logging.warning("rank %d: rank %d takes part again.", self.rank, rank)
         self.monitor.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -97,6 +98,7 @@ class Waiting(abc.ABC):
         self._stall_seconds = min(_STALL_SHARE * options.progress_timeout_seconds, options.timeout_seconds)
         self._told_at = -math.inf
         self._awaited: dict[object, frozenset[int]] = {}  # By call of `wait` that is under way.
+        self._wait_seconds: collections.Counter[int] = collections.Counter()  # By peer.
 
     @property
     @abc.abstractmethod
@@ -143,6 +145,16 @@ class Waiting(abc.ABC):
         """The ranks, and servers, that this rank waits for at this moment."""
         with self.monitor:
             return sorted(set().union(*self._awaited.values()))
+
+    def wait_seconds_by_peer(self) -> dict[str, float]:
+        """Returns how long steps have waited for each rank ("rank_2") or server ("ps_0") that they have waited for.
+
+        If several were missing until the end of a wait, each counts for an equal part. Threads that wait at the same
+        time add up.
+        """
+        with self.monitor:
+            seconds = sorted(self._wait_seconds.items())
+        return {self._name_of(peer).replace(" ", "_"): each for peer, each in seconds}
 
     # What ends all waiting.
 
@@ -212,7 +224,8 @@ class Waiting(abc.ABC):
           HopError: If the job was aborted meanwhile.
           Interrupted: If this rank leaves the session itself.
         """
-        start = self.monitor.now() if since is None else since
+        entered = self.monitor.now()
+        start = entered if since is None else since
         tells_at = start + self._stall_seconds if self._on_stall else math.inf
         call = object()
         try:
@@ -224,8 +237,16 @@ class Waiting(abc.ABC):
                     self._on_stall(event)
         finally:
             if call in self._awaited:
-                with self.monitor:
-                    del self._awaited[call]
+                self._end_wait(call, entered, counts=step is not None)
+
+    def _end_wait(self, call: object, entered: float, *, counts: bool) -> None:
+        """Forgets a call of `wait` that has slept, and counts its time for the peers that were missing to the end."""
+        with self.monitor:
+            peers = self._awaited.pop(call)
+            if counts:
+                seconds = (self.monitor.now() - entered) / len(peers)
+                for peer in peers:
+                    self._wait_seconds[peer] += seconds
 
     def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
         """Waits for something that no particular rank is to bring about.

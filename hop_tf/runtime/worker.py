@@ -464,11 +464,14 @@ class Worker:
         iteration = max((int(group.step) for group in self._groups), default=0)
         lanes = self._transport.bytes_by_lane()
         by_lane = {f"bytes_sent_on_lane_{lane}": num_bytes for lane, num_bytes in sorted(lanes.items())}
+        waits = self.membership.wait_seconds_by_peer()
+        by_peer = {f"wait_seconds_for_{peer}": seconds for peer, seconds in waits.items()}
         counts = {
             "iteration": iteration,
             "ranks_lost": self.membership.num_lost,
             "ranks_left": self.membership.num_left,
+            "ranks_joined": self.membership.num_joined,
             "times_left_behind": self.membership.num_left_behind,
             "nonfinite_steps": self.finite_check.num_steps,
         }
-        return {**counts, **self._transport.counters(), **by_lane, **totals, **gauges}
+        return {**counts, **by_peer, **self._transport.counters(), **by_lane, **totals, **gauges}

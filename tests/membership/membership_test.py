@@ -367,7 +367,7 @@ class SessionTest(tf.test.TestCase):
                 readmit(new)
         readmit(new)
         self.assertEqual(news, [False, True, False])
-        self.assertEqual(membership.incarnation_of(2), 1)
+        self.assertEqual((membership.incarnation_of(2), membership.num_joined), (1, 1))
 
     def test_a_restart_of_a_rank_that_is_no_peer_is_no_loss(self):
         """It may be noticed long after peers have told that the new process takes part."""
@@ -541,9 +541,11 @@ class StallTest(tf.test.TestCase):
             on_stall=lambda text: self.told.append((self.membership.monitor.now(), text)),
         )
 
-    def _wait(self, seconds, operation="receive update"):
+    def _wait(self, seconds, operation="receive update", step=12, missing=(1,)):
         end = self.membership.monitor.now() + seconds
-        self.membership.wait(lambda: [1] if self.membership.monitor.now() < end else [], operation=operation, step=12)
+        self.membership.wait(
+            lambda: missing if self.membership.monitor.now() < end else [], operation=operation, step=step
+        )
 
     def test_is_told_once_and_after_a_quarter_of_the_deadline(self):
         self._wait(90)
@@ -562,6 +564,15 @@ class StallTest(tf.test.TestCase):
         self.membership.wait(missing, operation="receive update")
         self.assertEqual(awaited, [[], [1], [1]])
         self.assertEmpty(self.membership.awaited)
+
+    def test_counts_for_whom_steps_have_waited(self):
+        self._wait(3)
+        self._wait(4)
+        self._wait(5, step=None)
+        self._wait(0)
+        self.assertEqual(self.membership.wait_seconds_by_peer(), {"rank_1": 7.0})
+        self._wait(2, missing=[1, 2])
+        self.assertEqual(self.membership.wait_seconds_by_peer(), {"rank_1": 8.0, "rank_2": 1.0})
 
     def test_short_waiting_is_none(self):
         for _ in range(5):
