@@ -15,6 +15,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.keras_hook.determinism import is_deterministic
 from hop_tf.options import CommunicationOptions, rank_folder
 from hop_tf.records import Kind, Recorder
+from hop_tf.runtime.curves import Curves
 from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.version import __version__
 
@@ -26,8 +27,6 @@ _NUM_LATEST = 64
 # while it is read.
 _NUM_KEPT = 4 * _NUM_LATEST
 _NUM_KEPT_FOR_RECORDER = 16384
-# Makes a tensor a curve of TensorBoard, as `tf.summary.scalar` does. That one fails where TensorBoard is not installed.
-_SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"})
 
 
 def static_identity(strategy: str, cluster: Cluster, scheme: Mapping[str, str]) -> dict[str, str]:
@@ -239,7 +238,7 @@ class _StepState:
 
 
 class ReportWriter:
-    """Writes `report()` to TensorBoard now and then; a run `rank_<r>` below `CommunicationOptions.log_dir`.
+    """Writes the curves of `report()` for TensorBoard now and then; a run `rank_<r>` below `log_dir`.
 
     A disk that is full, read-only or gone ends the records, with one warning, and not the training.
 
@@ -260,6 +259,7 @@ class ReportWriter:
         self._recorder = recorder
         self._report = report
         self._interval_seconds = options.report_interval_seconds
+        self._curves = Curves()
         self._stop = threading.Event()
         self._writing = threading.Lock()
         self._writer = None
@@ -276,7 +276,7 @@ class ReportWriter:
         self._thread.start()
 
     def write(self) -> None:
-        """Writes the counters as they are now. What goes wrong is logged; after an error of the disk, nothing more."""
+        """Writes the curves up to now. What goes wrong is logged; after an error of the disk, nothing more."""
         with self._writing:
             if self._writer is None:
                 return
@@ -294,9 +294,8 @@ class ReportWriter:
 
     def _write(self, counters: Mapping[str, float]) -> None:
         with tf.init_scope(), self._writer.as_default(step=int(counters["steps"])):
-            for name, value in counters.items():
-                if name not in ("rank", "steps"):
-                    tf.summary.write(f"hop_tf/{name}", tf.cast(value, tf.float32), metadata=_SCALAR)
+            for point in self._curves.points(counters):
+                tf.summary.write(point.tag, tf.cast(point.value, tf.float32), metadata=_metadata(point.description))
         self._writer.flush()
 
     def _give_up(self, error: tf.errors.OpError) -> None:
@@ -324,6 +323,11 @@ class ReportWriter:
     def _run(self) -> None:
         while not self._stop.wait(self._interval_seconds):
             self.write()
+
+
+def _metadata(description: str) -> tf.compat.v1.SummaryMetadata:
+    """Makes a tensor a curve of TensorBoard. `tf.summary.scalar` does too, but fails if TensorBoard is missing."""
+    return tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, summary_description=description)
 
 
 def _reason_of(error: tf.errors.OpError) -> str:

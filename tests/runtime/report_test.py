@@ -27,11 +27,15 @@ from disks import mounted_disk
 from hop_tf.cluster import Cluster
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind, Recorder
+from hop_tf.runtime.curves import find_curve
 from hop_tf.runtime.report import ReportWriter, StepStatistics, static_identity
 from hop_tf.testing import MultiProcessRunner
 from hop_tf.testing.transports import wait_until
 
 _DEADLINE_SECONDS = 90.0
+# As TensorBoard sorts them, those of Hop.
+_GROUPS = [f"hop_tf {name}" for name in ("milliseconds of a step", "network", "outcomes", "processes")]
+_BYTES_SENT = "hop_tf network/bytes sent per step"
 _TENSORBOARD_SECONDS = 240.0  # It imports TensorFlow in several processes.
 
 
@@ -225,23 +229,25 @@ class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
         writer.close()
         self.assertFalse(self.called.acquire(blocking=False))
 
-    def test_writes_counters_at_their_step(self):
+    def test_writes_rates_at_their_step(self):
         writer = self.make_writer(log_dir=self.directory, report_interval_seconds=3600)
         self.counters.update(steps=5, bytes_sent=100)
         writer.write()
         self.counters.update(steps=9, bytes_sent=300)
         writer.close()
-        self.assertEqual(self.records(), [(5, "hop_tf/bytes_sent", 100.0), (9, "hop_tf/bytes_sent", 300.0)])
+        self.assertEqual(self.records(), [(5, _BYTES_SENT, 20.0), (9, _BYTES_SENT, 50.0)])
 
     def test_writes_what_tensorboard_would_also_where_it_is_not_installed(self):
         """TensorFlow 2.21 for processors does not bring it."""
         with mock.patch.dict(sys.modules, {"tensorboard": None, "tensorboard.summary.v2": None}):
             with self.assertRaisesRegex(Exception, "TensorBoard is not installed"):
                 tf.summary.scalar("name", 1.0, step=0)
+            self.counters["steps"] = 1
             self.make_writer(log_dir=self.directory, report_interval_seconds=3600).close()
-        self.assertEqual(self.records(), [(0, "hop_tf/bytes_sent", 0.0)])
+        self.assertEqual(self.records(), [(1, _BYTES_SENT, 0.0)])
 
     def test_close_writes_once(self):
+        self.counters["steps"] = 1
         writer = self.make_writer(log_dir=self.directory, report_interval_seconds=3600)
         writer.close()
         writer.close()
@@ -260,6 +266,7 @@ class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_a_disk_that_cannot_be_written_to_ends_the_records_with_one_warning(self, disk, most_writes, reason):
         self.enter_context(mounted_disk(self.directory, **disk))
+        self.counters["ranks_lost"] = 0  # Is written without a step, too.
         with self.assertLogs("absl", "WARNING") as logs:
             writer = self.make_writer(log_dir=self.directory, report_interval_seconds=3600)
             for _ in range(most_writes):
@@ -363,19 +370,30 @@ class TensorBoardTest(tf.test.TestCase):
         with MultiProcessRunner(_train, num_workers=2, args=(log_dir,)) as runner:
             reports = runner.join().raise_for_errors().values
 
-        runs = [f"rank_{rank}" for rank in range(2)]
-        shown = [f"hop_tf/{name}" for name in reports[0] if name not in ("rank", "steps")]
-        tags = board.get("tags", lambda answer: answer and all(set(shown) <= set(answer.get(run, ())) for run in runs))
-        self.assertCountEqual(tags, runs)
-        for run, report in zip(runs, reports, strict=True):
-            self.assertCountEqual(tags[run], shown)
-            self.assertGreater(report["bytes_received"], 0)
+        shown = {f"rank_{rank}": self._tags(report) for rank, report in enumerate(reports)}
+        tags = board.get(
+            "tags", lambda answer: answer and all(shown[run] <= answer.get(run, {}).keys() for run in shown)
+        )
+        self.assertCountEqual(tags, shown)
+        for run, report in zip(shown, reports, strict=True):
+            self.assertEqual(sorted({tag.partition("/")[0] for tag in tags[run]}), _GROUPS)
+            descriptions = {tag: each["description"] for tag, each in tags[run].items()}
+            self.assertIn("Bytes of the messages that this rank sends: headers and values.", descriptions[_BYTES_SENT])
+            self.assertNotIn("", descriptions.values())
 
-            # A point is (wall time, step, value); the last one, written on shutdown, has at least what `report` said.
-            def is_of_the_end(points, report=report):
-                return points and points[-1][1] == 4 and points[-1][2] >= report["bytes_received"]
+            # A point is (wall time, step, value); the last one is written on shutdown.
+            def is_of_the_end(points):
+                return points and points[-1][1] == 4
 
-            board.get("scalars", is_of_the_end, run=run, tag="hop_tf/bytes_received")
+            points = board.get("scalars", is_of_the_end, run=run, tag=_BYTES_SENT)
+            steps = np.diff([0, *(step for _, step, _ in points)])
+            total = np.dot(steps, [value for *_, value in points])
+            self.assertAllClose(total, report["bytes_sent"], rtol=0.2)  # `shutdown` sends some more.
+
+    def _tags(self, report):
+        """The tags of what a report holds, and of the time of a whole step."""
+        curves = [find_curve(name) for name in report if name not in ("rank", "steps")]
+        return {"hop_tf milliseconds of a step/all", *(curve.tag for curve in curves)}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from absl.testing import absltest, parameterized
 import hop_tf
 import support
 from hop_tf.errors import HopError, MismatchError, PeerFailedError
+from hop_tf.runtime.curves import find_curve
 from support import NUM_RANKS, AbortOnRank1, error_of
 
 _NUM_ROWS = 24
@@ -351,6 +352,12 @@ class OneTrainingTest(_OfAllMembers):
             self.assertEqual((report["rank"], report["accuracy"]), (rank, 0.5))
             self.assertGreater(report["bytes_sent"], 0)
             self.assert_steps(name, report["steps"], 4 * _STEPS)
+
+    @_all_members
+    def test_tensorboard_names_each_counter(self, name):
+        for report in _one_training(name)[0]["reports"]:
+            counters = report.keys() - {"rank", "steps", "accuracy"}
+            self.assertEmpty([counter for counter in counters if find_curve(counter) is None])
 
     @_all_members
     def test_one_stops_early(self, name):
