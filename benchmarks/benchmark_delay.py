@@ -28,7 +28,9 @@ Kinds, --kinds: labels of a strategy with, behind colons, arguments of its const
   `pipe:pipeline_width=3`, `dts:20:12`, `canary:bsp`, `hop:ring`, `shat:mixing=0.33`, `pipe:2:compensation=none`.
   synchronous  PipeSGDStrategy(pipeline_width=1, codec=None, algorithm="mesh"), with which all are compared
   auto         PipeSGDStrategy()
-  hop, pipe, dts, canary, shat   the strategies (shat with one server more, on a host of its own)
+  dts_auto     DTSStrategy()
+  hop, pipe, dts, canary, shat   the strategies (shat with one server more, on a host of its own); pipe and dts are
+                                 lossless over a mesh, unless others are given, with K = 2, or D = 4 and p = 4
   ddp, mirrored                  PyTorch and tf_keras, in time only
 Ranks, --ranks: with "slow" the last rank is ten times slower than the others, whose computation is emulated: asleep.
 Shards, --shards: with "skewed" each rank has its own classes (files, in transformer), and draws from them only.
@@ -61,6 +63,7 @@ _KINDS = [
     "pipe:3",
     "pipe:4",
     "dts",
+    "dts_auto",
     "dts:1:1",
     "dts:2:1",
     "dts:8:8",

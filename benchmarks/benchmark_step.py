@@ -50,6 +50,7 @@ _STRATEGIES: Mapping[str, Callable] = {
     "pipe_sgd_k1_continue": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1, on_peer_loss="continue", **_PLAIN),
     "pipe_sgd_k2": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=2, **_PLAIN),
     "dts": lambda hop_tf: hop_tf.DTSStrategy(),
+    "dts_4_4": lambda hop_tf: hop_tf.DTSStrategy(delay=4, interval=4, **_PLAIN),
     "hop": lambda hop_tf: hop_tf.HopStrategy(),
     "canary": lambda hop_tf: hop_tf.CanaryStrategy(),
     SHAT: lambda hop_tf: hop_tf.SHATParameterServerStrategy(),

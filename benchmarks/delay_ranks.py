@@ -53,7 +53,8 @@ _STRATEGIES: Mapping[str, tuple[Callable, Mapping[str, Any], Sequence[str]]] = {
     "auto": (hop_tf.PipeSGDStrategy, {}, ()),
     "hop": (hop_tf.HopStrategy, {}, ("topology",)),
     "pipe": (hop_tf.PipeSGDStrategy, {"pipeline_width": 2, **_PLAIN}, ("pipeline_width",)),
-    "dts": (hop_tf.DTSStrategy, {}, ("delay", "interval")),
+    "dts": (hop_tf.DTSStrategy, {"delay": 4, "interval": 4, **_PLAIN}, ("delay", "interval")),
+    "dts_auto": (hop_tf.DTSStrategy, {}, ()),
     "canary": (hop_tf.CanaryStrategy, {}, ("consistency",)),
     "shat": (hop_tf.SHATParameterServerStrategy, {}, ("mixing",)),
 }

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 
 from hop_tf.collectives.all_reduce import ALGORITHMS, AllReduce, MeshAllReduce, RingAllReduce
-from hop_tf.collectives.alternatives import Alternatives
+from hop_tf.collectives.alternatives import Alternatives, one_or_alternatives
 from hop_tf.collectives.networks import BCube, Mesh, Network, Route, Tree, get_network
 from hop_tf.collectives.routed import RoutedAllReduce
 from hop_tf.collectives.tree import BULK_LANE, TreeCollectives
@@ -25,6 +25,7 @@ __all__ = [
     "TreeCollectives",
     "get_algorithm",
     "get_network",
+    "one_or_alternatives",
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,10 +10,26 @@ from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.tensors import payloads
 
 
+def one_or_alternatives(
+    name: str, ways: Sequence, make: Callable[[str, object], AllReduce]
+) -> AllReduce | Alternatives:
+    """Makes what averages in one of several ways.
+
+    Args:
+      name: Names it; equal on all ranks.
+      ways: The ways.
+      make: Makes what averages in one way: `make(name, way)`.
+    """
+    if len(ways) == 1:
+        return make(name, ways[0])
+    return Alternatives([make(f"{name}/{number}", way) for number, way in enumerate(ways)])
+
+
 class Alternatives:
     """Used as an `AllReduce`. What the codec of one has lost, and would add to its next vectors, goes to the others.
 
-    Each counts its own steps. Ranks that choose alike in each step count alike.
+    Each counts its own steps, and may keep the last means that it has made. Ranks that choose alike in each step count
+    alike.
 
     Args:
       members: The ways, over the same vectors. They have names of their own.

@@ -9,7 +9,7 @@ from hop_tf import codecs
 from hop_tf.runtime.choosing import AUTO
 
 # Ranks that choose these settings begin with these values.
-_UNTIL_CHOSEN = {"codec": codecs.Identity(), "algorithm": "mesh", "pipeline_width": 1}
+_UNTIL_CHOSEN = {"codec": codecs.Identity(), "algorithm": "mesh", "pipeline_width": 1, "delay": 0, "interval": 1}
 
 
 def read_settings(about: Mapping[str, object]) -> dict[str, object] | None:

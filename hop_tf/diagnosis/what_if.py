@@ -191,7 +191,8 @@ class WhatIf:
             yield self._with_shares()
         for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
             if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
-                whole = {**kept_settings(self.strategy, self.given, strategy), **settings}
+                # What is not told would be chosen anew.
+                whole = {**kept_settings(self.strategy, self.settings, strategy), **settings}
                 yield Change(tell_call(strategy, whole), strategy, whole)
 
     def _with_shares(self) -> Change:

@@ -181,8 +181,8 @@ def _dts(measurement: Measurement) -> Iterator[Candidate]:
         yield Candidate(
             name=_name("dts", delay, interval, codec),
             strategy="DTS",
-            call=_call(
-                "DTSStrategy", delay=delay, interval=interval, codec=codec, algorithm=_unless_mesh(plan.algorithm)
+            call=_call(  # What is not told would be chosen.
+                "DTSStrategy", f"codec={codec!r}", delay=delay, interval=interval, algorithm=plan.algorithm
             ),
             bytes_per_step=plan.bytes_per_step,
             outcome=functools.partial(_in_windows, plan, selecting),
@@ -342,10 +342,6 @@ def _name(*parts) -> str:
 def _call(strategy: str, *more: str, **arguments) -> str:
     given = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     return f"{strategy}({', '.join([*given, *more])})"
-
-
-def _unless_mesh(algorithm: str) -> str | None:
-    return None if algorithm == "mesh" else algorithm
 
 
 def _float32_bytes(measurement: Measurement) -> float:

@@ -8,13 +8,13 @@ step, each rank hands out which newcomers it knows:
 
 In the mean over the ranks, (mean of i)^2 is the mean of i^2 only if all have handed out the same i. As the mean of a
 step is equal on all ranks, also where one is lost meanwhile, all find the same; and each has it before it begins the
-next step. The newcomer takes part from the step that is `lead` later, where the state is one that it can take over.
+next step. The newcomer takes part from a later step on, where the state is one that it can take over.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -38,10 +38,7 @@ class Admissions:
       membership: Of the rank.
       group: Name of the exchange group.
       session: The running one.
-      num_segments: How many rounds a step has. Default 1.
-      interval: How many steps a round has, where these are more. Default 1.
-      lead: A newcomer takes part so many steps after the one in whose mean all have known it: a multiple of `interval`,
-        at least 1.
+      first_round: Returns the number of a step's first round. Default: the step.
 
     Attributes:
       own_first_step: That of this rank, which was started again; None until another one has told.
@@ -54,15 +51,11 @@ class Admissions:
         group: str,
         session: int,
         *,
-        num_segments: int = 1,
-        interval: int = 1,
-        lead: int,
+        first_round: Callable[[int], int] = lambda step: step,
     ):
         self._membership = membership
         self._group = group
-        self._num_segments = num_segments
-        self._interval = interval
-        self._lead = lead
+        self._first_round = first_round
         with tf.init_scope(), tf.device("/cpu:0"):
             self.meet_at = tf.Variable(_NEVER, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
         self._first_steps: dict[_Process, int] = {}
@@ -96,7 +89,7 @@ class Admissions:
     def takes_part(self, rank: int, number: int) -> bool:
         """Whether `rank` takes part in a round. With the monitor held."""
         first = self._first_steps.get((rank, self._membership.incarnation_of(rank)))
-        has_begun = first is not None and number * self._interval >= first * self._num_segments
+        has_begun = first is not None and number >= self._first_round(first)
         return has_begun and self._membership.delivers(rank, self._group, number)
 
     def note(self, rank: int) -> None:
@@ -117,12 +110,13 @@ class Admissions:
         votes[1, self._membership.rank] = -1
         return votes
 
-    def decide(self, mean: np.ndarray, step: int) -> np.ndarray:
+    def decide(self, mean: np.ndarray, step: int, first_step: Callable[[], int]) -> np.ndarray:
         """Admits those whom all ranks know. Called in the order of steps.
 
         Args:
           mean: The mean of the votes of `step`.
           step: The step, or the first one of a round of several.
+          first_step: Chooses the first step of those that are admitted, unless others are to begin after `step` anyhow.
 
         Returns:
           Two rows. For each rank that is admitted, how many steps after this one it begins; 0 for the others. And 1 for
@@ -138,12 +132,12 @@ class Admissions:
             return decided
         with self._membership.monitor:
             latest = max(self._first_steps.values())  # All meet there already, if it is still to come.
-            first_step = latest if latest > step else step + self._lead
-            self._first_steps.update(dict.fromkeys(newcomers, first_step))
+            begin = latest if latest > step else first_step()
+            self._first_steps.update(dict.fromkeys(newcomers, begin))
         for rank, incarnation in newcomers:
-            decided[0, rank] = first_step - step
-            logging.info("rank %d: rank %d takes part from step %d on.", self._membership.rank, rank, first_step)
-            self._queue.send(rank, _HEADER.pack(first_step), incarnation=incarnation, step=step, interruptible=False)
+            decided[0, rank] = begin - step
+            logging.info("rank %d: rank %d takes part from step %d on.", self._membership.rank, rank, begin)
+            self._queue.send(rank, _HEADER.pack(begin), incarnation=incarnation, step=step, interruptible=False)
         return decided
 
     def note_meeting(self, distances: tf.Tensor, step: tf.Tensor) -> None:

@@ -3,10 +3,11 @@
 Beside the values of a step each rank hands out what it has measured of the step before. A mean is equal to the bit on
 all ranks, also if one is lost meanwhile. All else is arithmetic on means. So no rank has to ask another one.
 
-The candidates are pairs of a *way*, an algorithm with a codec, and a width K. Of each candidate a step takes
+The candidates are pairs of a *way*, an algorithm with a codec, and a width K: a mean is applied K - 1 steps late. It is
+that of a round of p steps; K may determine p. Of each candidate a step takes
 
-    K = 1       computing + communicating            (Pipe-SGD, Equation 2)
-    K >= 2      max(computing, communicating)        (Equation 4)
+    K = 1       computing + communicating / p            (Pipe-SGD, Equation 2)
+    K >= 2      max(computing, communicating / p)        (Equation 4)
 
 and one that changes training more than another has to save `WORTHWHILE` of that one's step.
 
@@ -28,16 +29,17 @@ from typing import NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.codecs import Codec, Identity
 from hop_tf.runtime.choosing import WORTHWHILE, choose
+from hop_tf.runtime.ways import Way
 from hop_tf.tensors.packing import TensorSpec
 
 # A candidate that takes less than this share of another one's step is faster by far.
 _MUCH_FASTER = 0.5
 # A wider pipe costs so many times what the first step of a program takes once its gradients are traced.
 _TIMES_TRACING = 3
-# Of a step: a change of its times that may change the choice.
+# Of a step: a change of its times that may change the choice. So may exchanges that become shorter, or longer, by far.
 _CHANGE = 0.2
+_BY_FAR = 1.7
 # Steps of a session that exploring may take: so many, and such a share of all.
 _FREE_STEPS, _SHARE_OF_STEPS = 100, 0.01
 # With a column for each rank: its two times, its state (one of the next two, or 0), and 1 + the index of the setting
@@ -47,32 +49,15 @@ _IS_NARROW, _IS_LATE = 1, 2
 _LEAST_SECONDS = 1e-9  # A period of 0 stands for a rank that takes no part.
 
 
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """How an all-reduce goes.
-
-    Attributes:
-      algorithm: See `hop_tf.collectives.get_algorithm`.
-      codec: What values are encoded with.
-    """
-
-    algorithm: str
-    codec: Codec
-
-    def __str__(self) -> str:
-        encoded = "lossless" if self.codec == Identity() else self.codec.name
-        return f"{encoded} over a {self.algorithm}"
-
-
 class Setting(NamedTuple):
-    """A candidate: the index of a way, and a width."""
+    """A candidate: the index of a way, and a width, one more than the number of steps that a mean is late."""
 
     way: int
     width: int
 
 
 class Times(NamedTuple):
-    """Durations of a step in seconds: from the begin of its exchange to that of the next one, and of its exchange."""
+    """Durations in seconds: of a step, between the begins of two exchanges, and of the exchange of a round."""
 
     period: float
     exchange: float
@@ -99,6 +84,15 @@ class Pace:
         return number if period < self.long_seconds else max(1, number // 2)
 
 
+def _call_it_pipe(width: int) -> str:
+    return f"K = {width}"
+
+
+def _one_step(width: int) -> int:
+    del width
+    return 1
+
+
 class Autotuner:
     """See above. One for each exchange; called by its communication thread only.
 
@@ -110,6 +104,9 @@ class Autotuner:
       tell: Called with a way, a width, and a text that says what their step takes, when ranks have chosen others than
         before.
       pace: How many steps are measured.
+      interval_of: Returns the steps of a round, for each width. Default: one.
+      name_of: Returns a width in words. Default: "K = 2".
+      traces: True if another width takes another graph, which has to be traced. Default True.
 
     Attributes:
       setting: That of the next step.
@@ -125,11 +122,15 @@ class Autotuner:
         world_size: int,
         tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
         pace: Pace | None = None,
+        interval_of: Callable[[int], int] = _one_step,
+        name_of: Callable[[int], str] = _call_it_pipe,
+        traces: bool = True,
     ):
         self.ways, self._widths = ways, widths
         self._settings = [Setting(way, width) for width in widths for way in range(len(ways))]
         self._rank, self._world_size = rank, world_size
         self._tell, self._pace = tell, pace or Pace()
+        self._interval_of, self._name_of, self._traces = interval_of, name_of, traces
         self.is_narrow = False
         self._settled: Setting | None = None
         self._tracing_seconds = 0.0
@@ -138,9 +139,9 @@ class Autotuner:
         self.begin(widths[0])
 
     @staticmethod
-    def spec(world_size: int) -> TensorSpec:
-        """The tensor that travels beside a step's values."""
-        return TensorSpec(_SPEC_NAME, (4, world_size), tf.float64, on_host=True)
+    def spec(world_size: int, dtype: tf.DType = tf.float64, *, exact: bool = False) -> TensorSpec:
+        """The tensor that travels beside a round's values; dtype and `exact` say in which bucket."""
+        return TensorSpec(_SPEC_NAME, (4, world_size), dtype, exact, on_host=True)
 
     @staticmethod
     def find_spec(specs: Sequence[TensorSpec]) -> int | None:
@@ -205,22 +206,28 @@ class Autotuner:
         present = [rank for rank, period in enumerate(periods) if period]
         states = {round(state * len(present)) for state in states}
         self._may_widen = len(self._widths) > 1 and _IS_NARROW not in states
-        self._num_steps += 1
+        interval = self._interval_of(self.setting.width)
+        self._num_steps += interval
         self._age = 0 if _IS_LATE in states else self._age + 1
         if self._present is None:  # The first step of a session.
             self._tracing_seconds = max(self._tracing_seconds, sum(periods))
         if present != self._present:
             self._change_ranks(present, round(settled[present[0]] * len(present)))
             return
-        self._num_explored += self._is_exploring
+        self._num_explored += interval * self._is_exploring
         if self.setting.width > self._widths[0] and not self._may_widen:
             self._narrow()
             return
         # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
         times = Times(sum(periods), min(exchanges[rank] for rank in present) * len(present))
-        if self._age > self._pace.scaled(self._num_skipped, times.period):
+        if self._age > self._num_rounds(self._num_skipped, times, at_least=2):
             self._measured.append(times)
             self._look()
+
+    def _num_rounds(self, number: int, times: Times, at_least: int) -> int:
+        """The rounds of so many steps of a candidate."""
+        number = self._pace.scaled(number, times.period) if self._is_exploring else number
+        return max(min(at_least, number), number // self._interval_of(self.setting.width))
 
     def _change_ranks(self, present: list[int], settled: int) -> None:
         is_first, self._present = self._present is None, present
@@ -235,10 +242,10 @@ class Autotuner:
     def _look(self) -> None:
         """Something was measured: looks if that is enough to go on."""
         if self._is_exploring:
-            if len(self._measured) >= self._pace.scaled(self._pace.measured, self._measured[-1].period):
+            if len(self._measured) >= self._num_rounds(self._pace.measured, self._measured[-1], at_least=1):
                 self._note_results()
                 self._try_next()
-        elif len(self._measured) == self._pace.block:
+        elif len(self._measured) >= self._num_rounds(self._pace.block, self._measured[-1], at_least=3):
             self._compare_block()
 
     def _note_results(self) -> None:
@@ -250,6 +257,18 @@ class Autotuner:
 
     def _median(self) -> Times:
         return Times(*map(statistics.median, zip(*self._measured, strict=True)))
+
+    def gauges(self) -> dict[str, float]:
+        """The way of the next step, for `strategy.report()`.
+
+        Returns:
+          `uses_ring`: 1 or 0; `uses_bcube`, if it can be chosen: 1 or 0; `encoded_bytes_per_value`: 4 of a lossless
+          float32.
+        """
+        way = self.ways[self.setting.way]
+        kinds = {"ring", *(_kind(each) for each in self.ways)} - {"mesh"}
+        uses = {f"uses_{kind}": float(kind == _kind(way)) for kind in sorted(kinds)}
+        return {**uses, "encoded_bytes_per_value": way.codec.bytes_per_value}
 
     # Exploring.
 
@@ -274,9 +293,10 @@ class Autotuner:
         if best not in tried and not self._is_worth_tracing(best):
             candidates = self._candidates(may_widen=False)
             best = self._best(candidates)
-        if best not in tried:
+        is_sure = self._is_much_faster(best, first)
+        if best not in tried and (self._traces or not is_sure):
             self._try(best)
-        elif best == first or self._is_tried_again or self._is_much_faster(best, first):
+        elif best == first or self._is_tried_again or is_sure:
             self._choose(candidates)
         else:
             self._is_tried_again = True
@@ -289,6 +309,8 @@ class Autotuner:
 
     def _is_worth_tracing(self, wide: Setting) -> bool:
         """True if it would have saved, in the steps so far, what it takes to trace its graph."""
+        if not self._traces:
+            return True
         saved = self._seconds(self._best(self._candidates(may_widen=False))) - self._seconds(wide)
         return saved * self._num_steps >= _TIMES_TRACING * self._tracing_seconds
 
@@ -324,9 +346,10 @@ class Autotuner:
 
     def _has_to_hide(self) -> bool:
         """True if shorter communication may save `WORTHWHILE` of a step."""
-        first = self._results[self._settings[0]]
-        share = first.exchange / first.period
-        return share > (WORTHWHILE if self._widths[0] == 1 else 1 - WORTHWHILE)  # A wide pipe hides the rest.
+        first, width = self._results[self._settings[0]], self._widths[0]
+        interval = self._interval_of(width)
+        hides_all = width > 1 and width - 1 >= interval  # The next exchange begins when it is due.
+        return first.exchange / interval / first.period > (1 - WORTHWHILE if hides_all else WORTHWHILE)
 
     def _is_much_faster(self, setting: Setting, other: Setting) -> bool:
         """True if another candidate is slower by far, also if it was tried when the program had just begun."""
@@ -343,23 +366,28 @@ class Autotuner:
         if setting.width > 1 and setting in results:
             return results[setting].period
         narrow = [results[each] for each in results if each.width == 1]
-        computing = statistics.median(times.period - times.exchange for times in narrow)
+        computing = statistics.median(times.period - times.exchange / self._interval_of(1) for times in narrow)
 
-        def communicating(way: int) -> float:
-            return results[Setting(way, 1)].exchange
+        def communicating(setting: Setting) -> float:
+            return results[Setting(setting.way, 1)].exchange / self._interval_of(setting.width)
 
         if setting.width == 1:
-            return computing + communicating(setting.way)
+            return computing + communicating(setting)
         # A wide pipe takes more than its model says, because of further updates, or if processors are busy anyhow.
         wide = [each for each in results if each.width > 1]
-        more = max((results[each].period - max(computing, communicating(each.way)) for each in wide), default=0.0)
-        return max(computing, communicating(setting.way)) + more
+        more = max((results[each].period - max(computing, communicating(each)) for each in wide), default=0.0)
+        return max(computing, communicating(setting)) + more
 
-    def _best(self, candidates: Sequence[Setting]) -> Setting:
+    def _best(self, candidates: Sequence[Setting], results: Mapping[Setting, Times] | None = None) -> Setting:
+        """The candidate to choose, by some times; default: by those that were measured."""
+
+        def seconds(setting: Setting) -> float:
+            return self._seconds(setting, results)
+
         def change(setting: Setting) -> tuple:
             return self.ways[setting.way].codec, setting.width
 
-        return choose(candidates, self._seconds, change, lambda setting: self._seconds(setting, self._least))
+        return choose(candidates, seconds, change, lambda setting: self._seconds(setting, results or self._least))
 
     # Settled.
 
@@ -376,13 +404,13 @@ class Autotuner:
 
     def _describe(self, setting: Setting) -> str:
         """A setting in words."""
-        width = "" if tuple(self._widths) == (1,) else f", K = {setting.width}"
+        width = "" if tuple(self._widths) == (1,) else f", {self._name_of(setting.width)}"
         return f"{self.ways[setting.way]}{width}"
 
     def _settle(self, setting: Setting) -> None:
         self._settled = setting
         self._begin_with(setting)
-        self._basis: Times | None = None
+        self._basis: Times | None = None  # Of a step.
         self._has_changed = False
 
     def _narrow(self) -> None:
@@ -393,18 +421,40 @@ class Autotuner:
 
     def _compare_block(self) -> None:
         """Explores again after two blocks of steps whose times are others than those of the first block."""
-        times = self._median()
+        period, exchange = self._median()
+        times = Times(period, exchange / self._interval_of(self.setting.width))  # Both of a step.
         self._measured.clear()
         if self._basis is None:
             self._basis = times
             return
         longest = max(times.period, self._basis.period)
         differs = any(abs(now - then) > _CHANGE * longest for now, then in zip(times, self._basis, strict=True))
+        differs = differs or self._would_choose_another(times)
         if differs and self._has_changed:
             self._explore()
         elif not differs:
             self._try_wide()
         self._has_changed = differs
+
+    def _would_choose_another(self, times: Times) -> bool:
+        """True if exchanges have become shorter or longer by far, and another setting is better with such exchanges.
+
+        What an encoded exchange takes may be little of a step, before and after a link has become faster.
+        """
+        times_as_long = times.exchange / (self._basis.exchange or times.exchange or 1.0)
+        if 1 / _BY_FAR < times_as_long < _BY_FAR:
+            return False
+        results = {}
+        for setting in (each for each in self._results if each.width == 1):
+            period, exchange = self._results[setting]
+            longer = (times_as_long - 1) * exchange
+            results[setting] = Times(period + longer / self._interval_of(1), exchange + longer)
+        return bool(results) and self._best(self._candidates(self._may_widen), results) != self.setting
+
+
+def _kind(way: Way) -> str:
+    """The algorithm without its numbers."""
+    return way.algorithm.partition(":")[0]
 
 
 def _least(times: Sequence[Times]) -> Times:

@@ -37,9 +37,20 @@ class Latest:
     def __init__(self, variables: Sequence[tf.Variable], number: int):
         self._kept = [[zeros_like(variable) for variable in variables] for _ in range(number)]
 
-    def newest(self, number: int | None = None) -> list[list[tf.Variable]]:
-        """The values that were pushed last, so many of them, the oldest first. Default: all."""
-        return self._kept if number is None else self._kept[len(self._kept) - number :]
+    def newest(self, number: int | tf.Tensor | None = None) -> list[list[tf.Variable | tf.Tensor]]:
+        """The values that were pushed last, so many of them, the oldest first. Default: all.
+
+        If the number is a tensor, others are zeros.
+        """
+        if number is None:
+            return self._kept
+        if isinstance(number, int):
+            return self._kept[len(self._kept) - number :]
+        are_new = [index < number for index in reversed(range(len(self._kept)))]
+        return [
+            [value * tf.cast(is_new, value.dtype) for value in values]
+            for is_new, values in zip(are_new, self._kept, strict=True)
+        ]
 
     def push(self, values: Sequence[tf.Tensor]) -> None:
         """Emits the ops that drop the oldest values, for these."""

@@ -31,6 +31,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
       algorithm: That of the default one; see `hop_tf.collectives.get_algorithm`. Default "mesh".
       admissions: Who takes part from which step on, where ranks that were started again do. Default: they do not.
       votes_place: In which bucket their votes travel, and where there; see `Admissions.spec`.
+      lead: So many steps after the one in whose mean all ranks know of a newcomer it takes part. Default 1.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class AveragingExchange(Exchange, LockStepJoiner):
         algorithm: str = "mesh",
         admissions: Admissions | None = None,
         votes_place: tuple[int, slice] | None = None,
+        lead: int = 1,
     ):
         self.admissions = admissions
         self.roster = context.roster
         self._votes_place = votes_place
+        self._lead = lead
         self._group = context.group
         self._membership = context.membership
         self._reductions = reductions or [
@@ -72,7 +75,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
         *,
         turn: int | None = None,
         reduction: int = 0,
-        votes_of: int | None = None,
+        decides_of: int | None = None,
         **arguments,
     ) -> list[np.ndarray]:
         """The mean of these buckets over the ranks.
@@ -82,8 +85,8 @@ class AveragingExchange(Exchange, LockStepJoiner):
           buckets: The buckets.
           turn: How many means the reduction has made before. Default: `number`.
           reduction: Which one averages.
-          votes_of: Number of the step, or of the round of several, for which ranks vote beside these values; what comes
-            back there is that of `Admissions.decide`. Default: there are no votes.
+          decides_of: `Outgoing.step` of the values beside which ranks hand out what they decide by, such as votes; see
+            `decide`. Default: nothing is decided.
           **arguments: Further ones of `AllReduce.mean`.
 
         Returns:
@@ -92,7 +95,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
         Blocks: until all ranks that take part have handed out theirs.
         """
         start = time.perf_counter()
-        if votes_of is not None:
+        if decides_of is not None and self.admissions is not None:
             buckets = with_values(buckets, self._votes_place, self.admissions.votes())
         means = self._reductions[reduction].mean(
             number if turn is None else turn,
@@ -103,19 +106,30 @@ class AveragingExchange(Exchange, LockStepJoiner):
         self._communicate_seconds[reduction] += time.perf_counter() - start
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, number + 1)
-        if votes_of is not None:
-            self._decide(means, votes_of)
+        if decides_of is not None:
+            # Several may be under way.
+            self._membership.wait_until(lambda: self._num_decided >= decides_of, timeout_seconds=math.inf)
+            self.decide(decides_of, means)
+            with self._membership.monitor:
+                self._num_decided = decides_of + 1
+                self._membership.monitor.notify_all()
         return means
 
-    def _decide(self, means: Sequence[np.ndarray], number: int) -> None:
-        """Admits newcomers, when that is decided for all rounds before: several may be under way."""
-        bucket, where = self._votes_place
-        self._membership.wait_until(lambda: self._num_decided >= number, timeout_seconds=math.inf)
-        decided = self.admissions.decide(means[bucket][where], number * self.steps_per_round)
-        means[bucket][where] = decided.ravel()
-        with self._membership.monitor:
-            self._num_decided = number + 1
-            self._membership.monitor.notify_all()
+    def decide(self, number: int, means: Sequence[np.ndarray]) -> None:
+        """Decides by the mean of what ranks have handed out for it, and puts the result in its place: admits newcomers.
+
+        Called in the order of `Outgoing.step`, which is the number.
+        """
+        if self.admissions is not None:
+            bucket, where = self._votes_place
+            decided = self.admissions.decide(
+                means[bucket][where], self.steps_of(number).start, lambda: self.choose_meeting(number)
+            )
+            means[bucket][where] = decided.ravel()
+
+    def choose_meeting(self, number: int) -> int:
+        """The step before which all ranks meet those whom they admit by the mean of this number."""
+        return self.steps_of(number).start + self._lead
 
     def _takes_part(self, rank: int, number: int) -> bool:
         if self.admissions is not None:
@@ -125,7 +139,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
     # Ranks that join late.
 
     def begin_at(self, step: int) -> None:
-        self._num_decided = step // self.steps_per_round
+        self._num_decided = self.number_of(step)
         self._sent_rounds = self._num_decided * max(1, len(self.parts))
         for reduction in self._reductions:
             reduction.begin_at(step)

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from hop_tf import codecs
 from hop_tf.keras_hook.determinism import is_deterministic
 from hop_tf.records import Recorder
-from hop_tf.runtime.autotuning import Way
+from hop_tf.runtime.ways import Way
 
 # Why nothing is chosen, for `tell_choice`.
 NO_TIMES = "operations are deterministic, so nothing is chosen by times"
@@ -59,18 +59,18 @@ def _written(value: object) -> object:
     return value.name if is_named else value
 
 
-def tell_choice(recorder: Recorder | None, way: Way, width: int, text: str, *, call: str, is_chief: bool) -> None:
+def tell_choice(recorder: Recorder | None, way: Way, text: str, *, call: str, is_chief: bool, **others: int) -> None:
     """Records what ranks have chosen. The chief says it on stderr, too.
 
     Args:
       recorder: That of this rank, if it has one.
       way: How ranks average.
-      width: K.
       text: What its step takes, or why it was taken.
       call: The call that keeps these settings.
       is_chief: Whether this rank is the chief.
+      **others: Other settings that were chosen.
     """
     if recorder is not None:
-        recorder.add_line("chosen", codec=str(way.codec), algorithm=way.algorithm, pipeline_width=width)
+        recorder.add_line("chosen", codec=str(way.codec), algorithm=way.algorithm, **others)
     if is_chief:
         print(f"hop_tf: {text}. To keep these settings: {call}.", file=sys.stderr, flush=True)

@@ -236,7 +236,10 @@ CURVES = (
     _level(_OUTCOMES, "gei_rows", "GEI rows", "Iterations of which this rank remembers whose gradients it has merged."),
     _level(_OUTCOMES, "layouts", "layouts", "Layouts of ranks that this rank keeps. More than one while ranks change."),
     _level(_PICKED, "pipeline_width", "pipeline width", "K: the number of steps in flight at a time."),
-    _level(_PICKED, "uses_ring", "uses a ring", "1 if the all-reduce runs over a ring, 0 for a mesh."),
+    _level(_PICKED, "delay", "delay", "So many steps after the end of a window its mean is merged (D)."),
+    _level(_PICKED, "interval", "interval", "The number of steps of a window (p)."),
+    _level(_PICKED, "uses_bcube", "uses a BCube", "1 if the all-reduce runs over a BCube, else 0."),
+    _level(_PICKED, "uses_ring", "uses a ring", "1 if the all-reduce runs over a ring, else 0."),
     _level(
         _PICKED,
         "encoded_bytes_per_value",

@@ -68,16 +68,22 @@ class Exchange(abc.ABC):
       max_in_flight: How many elements the graph may hand out before it takes the first one's result.
       num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
       parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
-      steps_per_round: What is handed out for `Outgoing.step` is of so many training steps.
       step_offset: How many steps the others have made without this rank: its step k is their step k + step_offset.
         `fit` passes over the batches of these steps.
     """
 
     max_in_flight: int = 1
     num_threads: int = 1
-    steps_per_round: int = 1
     step_offset: int = 0
     parts: Sequence[Packing] = ()
+
+    def steps_of(self, number: int) -> range:
+        """The training steps that are handed out as `Outgoing.step` of this number. Default: that one."""
+        return range(number, number + 1)
+
+    def number_of(self, step: int) -> int:
+        """The `Outgoing.step` that a training step is, or will be, a part of. Default: the same."""
+        return step
 
     @abc.abstractmethod
     def reset(self, session: int) -> None:
@@ -321,7 +327,7 @@ class ExchangeRunner:
             outgoing = Outgoing(int(step), int(segment), tuple(buckets))
             self._num_taken += 1
             if self._recorder is not None and outgoing.segment >= 0 and outgoing.step != _END_OF_SESSION:
-                self._recorder.begin_step(outgoing.step * self._exchange.steps_per_round)
+                self._recorder.begin_step(self._exchange.steps_of(outgoing.step).start)
             return self._num_taken, outgoing, self._begin(outgoing), bool(are_finite)
 
     def _begin(self, outgoing: Outgoing) -> bool:
@@ -398,7 +404,7 @@ class ExchangeRunner:
                     self._joining.meet(self._name, outgoing.step)
                     return self._answer_of(outgoing, 0)
                 if outgoing.segment == 0:
-                    self._joining.at_step(outgoing.step + self._exchange.step_offset)
+                    self._joining.at_step(self._exchange.steps_of(outgoing.step)[-1] + self._exchange.step_offset)
                 if self._epochs is not None and self._epochs.is_asked:
                     self._epochs.look_again()
                 return self._exchange.step(outgoing)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.collectives import AllReduce, Alternatives
+from hop_tf.collectives import AllReduce, Alternatives, one_or_alternatives
 from hop_tf.keras_hook.optimizers import has_schedule, unscaled, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
-from hop_tf.runtime.autotuning import Autotuner, Pace, Times, Way
+from hop_tf.runtime.autotuning import Autotuner, Pace, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.runtime.shares import refuse_float16
+from hop_tf.runtime.ways import Way
 from hop_tf.tensors.packing import Packing, TensorSpec
 
 
@@ -86,9 +88,13 @@ class GradientExchange(AveragingExchange):
         self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)
         super().__init__(
             context,
-            [self._make_mean_by(context, str(number), part, ways) for number, part in enumerate(self.parts)],
-            admissions=None if place is None else _make_admissions(context, len(self.parts), lead=delay + 1),
+            [
+                one_or_alternatives(str(number), ways, functools.partial(self._make_mean, context, part))
+                for number, part in enumerate(self.parts)
+            ],
+            admissions=None if place is None else _make_admissions(context, len(self.parts)),
             votes_place=votes_place,
+            lead=delay + 1,
         )
         self._exact = context.packing.exact
         optimizer = context.optimizer()
@@ -105,15 +111,7 @@ class GradientExchange(AveragingExchange):
             self._times_segment, self._times_place = self._place_of(times)
             self._begin_timing()
 
-    def _make_mean_by(
-        self, context: ExchangeContext, name: str, part: Packing, ways: Sequence[Way]
-    ) -> AllReduce | Alternatives:
-        if len(ways) == 1:
-            return self._make_mean(context, name, part, ways[0])
-        names = (f"{name}/{number}" for number in range(len(ways)))
-        return Alternatives([self._make_mean(context, each, part, way) for each, way in zip(names, ways, strict=True)])
-
-    def _make_mean(self, context: ExchangeContext, name: str, part: Packing, way: Way) -> AllReduce:
+    def _make_mean(self, context: ExchangeContext, part: Packing, name: str, way: Way) -> AllReduce:
         """Makes what averages a segment."""
         return context.make_all_reduce(name, part, way.codec, way.algorithm)
 
@@ -148,11 +146,11 @@ class GradientExchange(AveragingExchange):
         t, segment, buckets = outgoing.step, outgoing.segment, outgoing.buckets
         begun_at = 0.0 if self.tuner is None else self._begin_segment(segment)
         number = t * len(self.parts) + segment
-        votes_of = t if segment == self._votes_segment else None
+        decides_of = t if segment == self._votes_segment else None
         has_times = self.tuner is not None and segment == self._times_segment
         if has_times:
             buckets = with_values(buckets, self._times_place, self.tuner.own(self._times, self.is_to_change))
-        means = self.mean(number, buckets, turn=t, reduction=segment, votes_of=votes_of)
+        means = self.mean(number, buckets, turn=t, reduction=segment, decides_of=decides_of)
         if self.weighs_rows and segment == 0:
             bucket, where = self._rows_place
             self._own_scale = float(means[bucket][where][0] / buckets[bucket][where][0])
@@ -192,19 +190,9 @@ class GradientExchange(AveragingExchange):
         """The settings that ranks have chosen.
 
         Returns:
-          `pipeline_width`: K; `uses_ring`: 1 or 0; `uses_bcube`, if it can be chosen: 1 or 0;
-          `encoded_bytes_per_value`: 4 of a lossless float32. Nothing if they do not choose.
+          `pipeline_width`: K; others as of `Autotuner.gauges`. Nothing if they do not choose.
         """
-        if self.tuner is None:
-            return {}
-        way, width = self.tuner.setting
-        algorithm, codec = self.tuner.ways[way].algorithm, self.tuner.ways[way].codec
-        kinds = {"ring", *(_kind(each.algorithm) for each in self.tuner.ways)} - {"mesh"}
-        return {
-            "pipeline_width": width,
-            **{f"uses_{kind}": float(kind == _kind(algorithm)) for kind in sorted(kinds)},
-            "encoded_bytes_per_value": codec.bytes_per_value,
-        }
+        return {} if self.tuner is None else {"pipeline_width": self.tuner.setting.width, **self.tuner.gauges()}
 
     def _begin_segment(self, segment: int) -> float:
         """Ends the step before, and chooses how this one goes, if it is the first segment. Returns the time."""
@@ -221,13 +209,9 @@ class GradientExchange(AveragingExchange):
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
 
 
-def _kind(algorithm: str) -> str:
-    """The algorithm without its numbers."""
-    return algorithm.partition(":")[0]
-
-
-def _make_admissions(context: ExchangeContext, num_segments: int, lead: int) -> Admissions:
-    return Admissions(context.membership, context.group, context.session, num_segments=num_segments, lead=lead)
+def _make_admissions(context: ExchangeContext, num_segments: int) -> Admissions:
+    first_round = lambda step: step * num_segments  # noqa: E731
+    return Admissions(context.membership, context.group, context.session, first_round=first_round)
 
 
 _ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64, on_host=True)

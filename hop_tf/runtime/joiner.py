@@ -58,12 +58,10 @@ class LockStepJoiner(Joiner):
 
     Attributes:
       admissions: Who takes part from which step on; None where nobody joins.
-      steps_per_round: How many training steps are one for `Joining.at_step`.
       roster: The ranks that share each batch; None where all ranks do, whoever is lost.
     """
 
     admissions: Admissions | None = None
-    steps_per_round: int = 1
     roster: Roster | None = None
 
     @property

@@ -329,10 +329,8 @@ class Joining:
         self._membership.begin_round(step)
         with self._monitor:
             self._step = step
-            for exchange in self._exchanges.values():
-                if isinstance(exchange, LockStepJoiner):
-                    self._step = (step + 1) * exchange.steps_per_round - 1
-                    return  # They get it where all meet.
+            if any(isinstance(exchange, LockStepJoiner) for exchange in self._exchanges.values()):
+                return  # They get it where all meet.
             asking, self._asking_for_state = self._asking_for_state, []
         if asking:
             self._give_state(asking, step)

@@ -104,7 +104,7 @@ class OuterSteps:
         self._own.push(own)
         return own
 
-    def merge(self, means: Sequence[tf.Tensor], num_newer: int, share: tf.Tensor | float = 1.0) -> None:
+    def merge(self, means: Sequence[tf.Tensor], num_newer: int | tf.Tensor, share: tf.Tensor | float = 1.0) -> None:
         """Emits the ops that merge a window.
 
         Args:

@@ -428,7 +428,7 @@ class Worker:
         group.step.assign(0)
 
     def _rounds_made(self) -> dict[str, int]:
-        return {group.name: int(group.step) // group.exchange.steps_per_round for group in self._groups}
+        return {group.name: group.exchange.number_of(int(group.step)) for group in self._groups}
 
     def _has_begun(self, rounds: Mapping[str, int]) -> bool:
         """See `EpochAgreement`."""

@@ -8,8 +8,8 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss
 from hop_tf.collectives import BCube, Mesh, Network, get_network
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.autotuning import Way
 from hop_tf.runtime.choosing import AUTO, algorithms_to_try
+from hop_tf.runtime.ways import Way
 from hop_tf.strategies.canary.colayers import MOST_COLAYERS
 from hop_tf.strategies.canary.exchange import AsyncSettings
 from hop_tf.strategies.canary.gei import Thresholds, check_min_colayers

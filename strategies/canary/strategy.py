@@ -38,7 +38,6 @@ from hop_tf.arguments import identity_of
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
-from hop_tf.runtime.autotuning import Way
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Exchange
@@ -51,6 +50,7 @@ from hop_tf.runtime.gradients import (
 )
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.meeting import meet_newcomers
+from hop_tf.runtime.ways import Way
 from hop_tf.strategies.canary import colayers
 from hop_tf.strategies.canary.exchange import CanaryExchange
 from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
@@ -236,7 +236,7 @@ class CanaryStrategy(ExchangeStrategy):
         if way.algorithm in ALGORITHMS and self._num_interfaces > 1:
             arguments["interfaces"] = list(self._options.interfaces[:1])
         call = write_call("CanaryStrategy", **arguments)
-        tell_choice(self._recorder, way, width, text, call=call, is_chief=self.is_chief)
+        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief)
 
     @property
     def _chooses(self) -> bool:
@@ -365,8 +365,8 @@ class SynchronousExchange(GradientExchange):
         self._low_rank = low_rank
         super().__init__(context, members, ways=ways, tell=tell)
 
-    def _make_mean(self, context: ExchangeContext, name: str, part: Packing, way: Way) -> AllReduce | LowRankMean:
+    def _make_mean(self, context: ExchangeContext, part: Packing, name: str, way: Way) -> AllReduce | LowRankMean:
         rank = self._low_rank
         if rank is None or not any(is_factorized(spec, rank) for spec in part.specs):
-            return super()._make_mean(context, name, part, way)
+            return super()._make_mean(context, part, name, way)
         return LowRankMean(context, name, part, rank=rank, codec=way.codec, algorithm=way.algorithm)

@@ -3,37 +3,93 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
+from hop_tf.collectives import AllReduce, Alternatives, one_or_alternatives
 from hop_tf.runtime.admissions import Admissions, find_spec
-from hop_tf.runtime.averaging_exchange import AveragingExchange
+from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times
+from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
+from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.outer import OuterSteps
-from hop_tf.strategies.dts.windows import Schedule
+from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
+from hop_tf.strategies.dts.windows import Courses, Schedule
+
+# D and p, if an outer optimizer moves what is merged, or nothing may depend on time.
+_FIXED = 4
+# The longest delay that ranks choose: that of Table 2 (a).
+_MAX_DELAY = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DTSSettings:
-    """What `DTSStrategy` was told."""
+    """What `DTSStrategy` was told.
 
-    delay: int
-    interval: int
-    codec: codecs.Codec
+    Attributes:
+      interval: With a `delay` and "auto": as many steps as D, at least 1.
+    """
+
+    delay: int | str
+    interval: int | str
+    codec: codecs.Codec | str
     algorithm: str
     outer_optimizer: str = "None"
     on_peer_loss: str = "raise"
 
+    def __post_init__(self):
+        if self.delay != AUTO and self.interval == AUTO:
+            object.__setattr__(self, "interval", max(1, self.delay))
+
     @property
-    def schedule(self) -> Schedule:
-        """When windows end, and when they are applied."""
-        return Schedule(self.delay, self.interval)
+    def delays(self) -> Sequence[int]:
+        """D, or those that ranks choose from: one window is under way at most."""
+        if self.delay != AUTO:
+            return (self.delay,)
+        return range(_MAX_DELAY + 1) if self.interval == AUTO else (0, self.interval)
+
+    def interval_of(self, delay: int) -> int:
+        """The steps of a window. With "auto", it ends when the one before is merged; tensors may be given."""
+        if self.interval != AUTO:
+            return self.interval
+        return max(1, delay) if isinstance(delay, int) else tf.maximum(delay, 1)
+
+    def schedule_of(self, width: int, first_step: int = 0, first_window: int = 0) -> Schedule:
+        """The schedule of D = width - 1 that begins with a step, and a window."""
+        delay = width - 1
+        return Schedule(delay, self.interval_of(delay), first_step, first_window)
+
+    @property
+    def num_slots(self) -> int:
+        """Most windows that are under way at a time."""
+        return max(self.schedule_of(delay + 1).num_slots for delay in self.delays)
+
+    def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
+        """How windows may be averaged; see `list_ways`. What a selection leaves is sent as it is."""
+        algorithm = "mesh" if self.algorithm == AUTO and self.selection is not None else self.algorithm
+        return list_ways(algorithm, self.codec, world_size, num_bytes)
+
+    def chooses(self, world_size: int) -> bool:
+        """True if ranks choose between several settings."""
+        return len(self.ways(world_size)) * len(self.delays) > 1
+
+    def without_times(self) -> DTSSettings:
+        """The settings that ranks take, if nothing is to be chosen by times."""
+        way = self.ways(world_size=1)[0]
+        return dataclasses.replace(self.with_schedule(), codec=way.codec, algorithm=way.algorithm)
+
+    def with_schedule(self) -> DTSSettings:
+        """The same with a schedule that does not depend on times."""
+        if self.delay != AUTO:
+            return self
+        return dataclasses.replace(self, delay=_FIXED, interval=_FIXED if self.interval == AUTO else self.interval)
 
     @property
     def selection(self) -> codecs.TopK | None:
@@ -65,99 +121,175 @@ class WindowRows:
 class DTSExchange(AveragingExchange):
     """Averages windows, several at a time.
 
+    With `Autotuner.spec` beside them, ranks choose ways and schedules; see `Courses`.
+
     Args:
       context: Membership, packing and buffers of the group.
       settings: Those of the strategy.
       outer_optimizer: As of `OuterSteps`.
+      tell: As of `Autotuner`.
 
     Attributes:
       outer: The half in the graph.
       first_iteration: How many training steps the optimizer had seen when the running `fit` began.
-      first_window: int64 variable: windows before that one are merged.
       rows: What this rank has trained on since it has handed out a window.
+      tuner: Chooses; None: nothing is to be chosen.
+      pace: As of `Autotuner`.
     """
+
+    pace: Pace | None = None
 
     def __init__(
         self,
         context: ExchangeContext,
         settings: DTSSettings,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
+        tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
     ):
         self.first_iteration = 0
-        self._interval = self.steps_per_round = settings.interval
-        self._schedule = settings.schedule
-        num_slots = settings.schedule.num_slots
-        self.max_in_flight = self.num_threads = num_slots
+        self._settings = settings
+        self.max_in_flight = self.num_threads = settings.num_slots
         self.outer = OuterSteps(
             context.variables,
             context.values(),
             num_trained=len(context.trained),
-            max_newer=num_slots - 1,
+            max_newer=settings.num_slots - 1,
             optimizer=outer_optimizer,
         )
-        # What a selection leaves out was left out in the graph.
-        codec = settings.codec if settings.selection is None else settings.selection.selected()
-        # What codecs keep for later windows belongs to a slot.
-        reductions = [
-            context.make_all_reduce(str(slot), context.packing, codec, settings.algorithm) for slot in range(num_slots)
-        ]
-        place = find_spec(context.packing.specs)
+        membership, packing = context.membership, context.packing
+        ways = settings.ways(membership.world_size, num_encoded_bytes(packing.specs))
+        self.tuner, place = None, Autotuner.find_spec(packing.specs)
+        widths = [delay + 1 for delay in settings.delays]
+        if place is not None:
+            self.tuner = Autotuner(
+                ways,
+                widths,
+                rank=membership.rank,
+                world_size=membership.world_size,
+                tell=tell,
+                pace=self.pace,
+                interval_of=lambda width: settings.interval_of(width - 1),
+                name_of=lambda width: "D = {0.delay}, p = {0.interval}".format(settings.schedule_of(width)),
+                traces=False,
+            )
+            self._times_place = packing.place(place)
+            self._clock = membership.monitor.now
+        # By window: when its exchange began, and what it took.
+        self._begun_at: dict[int, float] = {}
+        self._exchange_seconds: dict[int, float] = {}
+        self._is_ending = False
+        self._courses = Courses(settings.schedule_of, Setting(0, widths[0]))
+        place = find_spec(packing.specs)
         admissions = None
         if place is not None:
-            admissions = Admissions(
-                context.membership,
-                context.group,
-                context.session,
-                interval=settings.interval,
-                lead=num_slots * settings.interval,
-            )
+            admissions = Admissions(membership, context.group, context.session, first_round=self.number_of)
+        # What codecs keep for later windows belongs to a slot.
+        slots = range(settings.num_slots)
         super().__init__(
             context,
-            reductions,
+            [one_or_alternatives(str(slot), ways, functools.partial(self._make_mean, context)) for slot in slots],
             admissions=admissions,
-            votes_place=None if place is None else context.packing.place(place),
+            votes_place=None if place is None else packing.place(place),
         )
         with tf.init_scope(), tf.device("/cpu:0"):
-            self.first_window = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_first_window")
+            self._delay, self._first_step, self._first_window = (
+                tf.Variable(value, dtype=tf.int64, trainable=False, name=f"hop_tf_{name}")
+                for name, value in (("delay", widths[0] - 1), ("first_step", 0), ("first_window", 0))
+            )
             self.rows = WindowRows()
+
+    def _make_mean(self, context: ExchangeContext, name: str, way: Way) -> AllReduce:
+        selection = self._settings.selection  # What it leaves out was left out in the graph.
+        codec = way.codec if selection is None else selection.selected()
+        return context.make_all_reduce(name, context.packing, codec, way.algorithm)
+
+    # The schedule in the graph.
+
+    @property
+    def schedule(self) -> Schedule:
+        """The running schedule, of tensors; D and p are numbers if they do not change."""
+        delays = self._settings.delays
+        delay = delays[0] if len(delays) == 1 else self._delay.value()
+        interval = self._settings.interval_of(delay)
+        return Schedule(delay, interval, self._first_step.value(), self._first_window.value())
+
+    def known_schedule(self) -> Schedule:
+        """The running schedule, of numbers; outside of the graph."""
+        present = self.schedule
+        numbers = present.delay, present.interval, present.first_step, present.first_window
+        return Schedule(*map(int, numbers))
+
+    @property
+    def changes_schedule(self) -> bool:
+        """True if D is chosen by times."""
+        return len(self._settings.delays) > 1
+
+    def begin_windows(self, step: tf.Tensor, window: tf.Tensor, width: tf.Tensor | None = None) -> None:
+        """Emits the ops that begin a schedule with this step, and this window. Default: with the least delay."""
+        self._first_step.assign(step)
+        self._first_window.assign(window)
+        if self.changes_schedule:
+            self._delay.assign(self._settings.delays[0] if width is None else width - 1)
+
+    # Windows.
+
+    def steps_of(self, number: int) -> range:
+        return self._courses.of(number).schedule.steps_of(number)
+
+    def number_of(self, step: int) -> int:
+        return self._courses.at(step).schedule.num_ended(step)
 
     def reset(self, session: int) -> None:
         super().reset(session)
-        self.first_window.assign(0)
+        self._courses.begin()
+        if self.tuner is not None:
+            self.tuner.begin(self._courses.latest.setting.width)
+        self._begun_at.clear()
+        self._exchange_seconds.clear()
+        self._is_ending = False
+        self.begin_windows(0, 0)
         self.outer.begin()
 
     def begin_at(self, step: int) -> None:
-        window = step // self._interval
+        window = self.number_of(step)
         self._sent_rounds = self._num_decided = window
         for slot, reduction in enumerate(self._reductions):
             reduction.begin_at(-((slot - window) // self.num_threads))  # Its first turn that is not before.
-        self.first_window.assign(window)
+        self.begin_windows(step, window, self._courses.at(step).setting.width)
 
     def common_state(self) -> list[np.ndarray]:
-        return [*self.outer.merged(), *super().common_state()]
+        own = [] if self.tuner is None else [self.tuner.state()]
+        return [*self.outer.merged(), *super().common_state(), *own, self._courses.state()]
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        *parts, courses = parts
+        self._courses.take_state(courses.copy().view(np.int64))
+        if self.tuner is not None:
+            *parts, state = parts
+            self.tuner.take_state(state.copy().view(np.float64))
         num_variables = len(parts) - 1 - len(self._reductions)
         super().take_common_state(parts[num_variables:])
         self.outer.begin_with(parts[:num_variables])
 
-    def under_way(self, num_steps: int) -> range:
-        """The windows that have ended when so many steps were made, and are not merged."""
-        windows = self._schedule.under_way(num_steps)
-        return range(max(windows.start, int(self.first_window)), windows.stop)
-
     def step(self, outgoing: Outgoing) -> Incoming:
-        window = outgoing.step
+        window, buckets = outgoing.step, outgoing.buckets
         turn, slot = divmod(window, self.num_threads)
+        if self.tuner is not None:
+            # The graph has merged what decides, but for a last window: then ranks have to hear first what it tells.
+            num_newer = self._courses.of(window).schedule.num_newer
+            self._membership.wait_until(lambda: self._num_decided >= window - num_newer, timeout_seconds=math.inf)
+            buckets = with_values(buckets, self._times_place, self._begin_timing(window, num_newer))
+            if isinstance(self._reductions[slot], Alternatives):
+                self._reductions[slot].choose(self._courses.of(window).setting.way)
         means = self.mean(
             window,
-            outgoing.buckets,
+            buckets,
             turn=turn,
             reduction=slot,
             before_commit=lambda: self._commit(window),
-            training_step=(window + 1) * self._interval - 1,
+            training_step=self.steps_of(window)[-1],
             codec_step=window,
-            votes_of=None if self.admissions is None else window,
+            decides_of=None if self.admissions is self.tuner is None else window,
         )
         return Incoming(window, 0, tuple(means))
 
@@ -167,3 +299,56 @@ class DTSExchange(AveragingExchange):
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, window + 1)
             self._membership.monitor.notify_all()
+
+    def choose_meeting(self, number: int) -> int:
+        return self._courses.meet(number)
+
+    # Choosing by times.
+
+    def end_windows(self) -> None:
+        """What is handed out next is the last window of a `fit`, which may be shorter: it is not measured."""
+        self._is_ending = True
+
+    def _begin_timing(self, window: int, num_newer: int) -> np.ndarray:
+        """The exchange of a window begins. Returns what this rank tells the others of those before.
+
+        Where several windows are under way, means come as many at a time. So a period is the mean of as many windows.
+
+        Args:
+          window: The window.
+          num_newer: That of its schedule.
+        """
+        now = self._begun_at[window] = self._clock()
+        first = window - 1 - num_newer
+        num_steps = self.steps_of(window).stop - self.steps_of(first).stop
+        period = (now - self._begun_at.get(first, now)) / num_steps
+        course = self._courses.of(window)
+        # First, nothing is under way that steps could wait for.
+        begins = window < course.schedule.first_window + 2 * num_newer
+        is_late = self._is_ending or begins or course.setting != self.tuner.setting
+        for old in [each for each in self._begun_at if each < first - self.num_threads]:
+            del self._begun_at[old]
+        return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), is_late)
+
+    def decide(self, number: int, means: Sequence[np.ndarray]) -> None:
+        super().decide(number, means)
+        if self.tuner is None:
+            return
+        self._exchange_seconds[number] = self._clock() - self._begun_at[number]
+        bucket, where = self._times_place
+        self.tuner.hear(means[bucket][where])
+        self._courses.choose(number, self.tuner.setting)
+        # The graph takes it when this window is merged.
+        next_window = number + 1 + self._courses.of(number).schedule.num_newer
+        means[bucket][where] = self._courses.of(next_window).setting.width
+
+    def gauges(self) -> Mapping[str, float]:
+        """The settings that ranks have chosen.
+
+        Returns:
+          `delay`: D; `interval`: p; others as of `Autotuner.gauges`. Nothing if they do not choose.
+        """
+        if self.tuner is None:
+            return {}
+        schedule = self._courses.latest.schedule
+        return {"delay": schedule.delay, "interval": schedule.interval, **self.tuner.gauges()}

@@ -28,12 +28,16 @@ from hop_tf.collectives import ALGORITHMS
 from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.admissions import Admissions
+from hop_tf.runtime.autotuning import Autotuner
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
+from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.runtime.replica_state import describe_optimizer
 from hop_tf.runtime.shares import refuse_float16
+from hop_tf.runtime.ways import Way
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
-from hop_tf.strategies.dts.windows import largest
+from hop_tf.strategies.dts.windows import Schedule, largest
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import TensorSpec
 from hop_tf.timing.dts import MAX_WINDOWS
@@ -45,10 +49,19 @@ class DTSStrategy(ExchangeStrategy):
     """Training with delayed and temporally sparse averaging of changes.
 
     Each rank makes steps of its own optimizer. What it has changed in a window of `interval` steps is averaged over all
-    ranks. `delay` steps after the window's end, the mean takes the place of the rank's own change. In short trainings
-    that costs accuracy, at the learning rate and momentum that synchronous training stands: after some hundred steps 1
-    to 3 points with the default (D = 4, p = 4), and 2 to 9 with D = 20, p = 12; 4 points with the default where each
-    rank has data of other classes. After some thousand steps it is below 1 point. A rank computes with
+    ranks. `delay` steps after the window's end, the mean takes the place of the rank's own change.
+
+    Without arguments ranks choose these, a codec and an algorithm. First, windows of one step are merged at once, by
+    each way to average. (With an `interval` or a `delay` that is given, these are as given.) Then ranks take the
+    smallest delay, up to 20 steps, beyond which a longer one saves less than 15 % of a step. Windows are as long as the
+    delay. All ranks choose alike, by what all of them have measured. They choose again when steps take longer or
+    shorter than before, or other ranks take part. Rank 0 says on stderr what was chosen, and how to keep it. An
+    argument that is given is kept. Under `tf.config.experimental.enable_op_determinism()` nothing is chosen by time:
+    D = 4, p = 4, no codec, a mesh.
+
+    In short trainings a delay costs accuracy, at the learning rate and momentum that synchronous training stands: after
+    some hundred steps 1 to 3 points with D = 4, p = 4, and 2 to 9 with D = 20, p = 12; 4 points with D = 4, p = 4 if
+    each rank has data of other classes. After some thousand steps it is below 1 point. A rank computes with
 
         weights  =  what is merged, alike on all ranks  +  its own changes that are not merged yet, at their full size
 
@@ -71,8 +84,8 @@ class DTSStrategy(ExchangeStrategy):
     Args:
       delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Up to
         ceil(D / p) + 1 windows are under way, each with a thread and memory for what it hands out; at most 100.
-        Default 4.
-      interval: p, the number of steps of a window; at least 1. Default 4.
+        Default "auto": from 0 to 20, as above; with an `interval`, 0 or as long as that; with an `outer_optimizer` 4.
+      interval: p, the number of steps of a window; at least 1. Default "auto": as long as the delay, and at least 1.
       codec: What windows are encoded with: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch",
         "top_k"). With `codecs.TopK(ratio)` a window hands out the changes of largest magnitude only; the others stay
         this rank's own until they are among the largest (deep gradient compression: local accumulation), or `fit` ends,
@@ -80,22 +93,23 @@ class DTSStrategy(ExchangeStrategy):
         optimizers whose steps have few magnitudes (Lion) that may be all. `warmup_steps` of such codecs are windows
         here. It takes no variables of float64. What other codecs lose of a change is lost, on all ranks alike; with
         `error_feedback` it is added to that of a later window, and each of the windows that may be under way keeps a
-        vector for it. Default None.
+        vector for it. None: windows go as they are. Default "auto": "int8" if that saves at least 15 % of a step, else
+        None.
       outer_optimizer: A Keras optimizer that moves what is merged, with minus the mean change as its gradient, instead
         of adding the mean; moving statistics take the mean in any case. DiLoCo's is
         `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. It is copied, once for each optimizer that trains:
         see `outer_optimizer` below. It is none of Keras's loss scaling, `use_ema` or gradient accumulation, and does
         nothing in a world of one. Default None.
-      algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "mesh".
+      algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without it, and share its rows of each batch. Of the windows that are
         under way when it is lost, each is averaged with it on all of the others, or on none: what is merged stays equal
-        to the bit. For each window that may be under way a rank keeps a copy of the last mean. A second `fit`,
-        `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take all ranks, and raise;
-        so does everything before the first step. If the same script is started again as that rank, its first `fit`
-        passes over the steps that it has missed, and it joins the others at the end of a window, when all windows are
-        merged, with what is merged, and the optimizer slots of one of them; that takes one optimizer, and no
-        `run_eagerly`. Default None: "raise".
+        to the bit. For each window that may be under way, and each way that was tried, a rank keeps a copy of the last
+        mean. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take
+        all ranks, and raise; so does everything before the first step. If the same script is started again as that
+        rank, its first `fit` passes over the steps that it has missed, and it joins the others at the end of a window,
+        when all windows are merged, with what is merged, and the optimizer slots of one of them; that takes one
+        optimizer, and no `run_eagerly`. Default None: "raise".
       min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
         `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
         ranks; 1 where there are two.
@@ -134,11 +148,11 @@ class DTSStrategy(ExchangeStrategy):
     def __init__(
         self,
         *,
-        delay: int = 4,
-        interval: int = 4,
-        codec: codecs.Codec | str | None = None,
+        delay: int | str = AUTO,
+        interval: int | str = AUTO,
+        codec: codecs.Codec | str | None = AUTO,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
-        algorithm: str = "mesh",
+        algorithm: str = AUTO,
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
         patience_seconds: float | None = None,
@@ -147,19 +161,23 @@ class DTSStrategy(ExchangeStrategy):
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
-        check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
-        check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
-        check_choice("algorithm", algorithm, sorted(ALGORITHMS))
+        if delay != AUTO:
+            check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
+        if interval != AUTO:
+            check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
+        check_choice("algorithm", algorithm, [AUTO, *sorted(ALGORITHMS)])
         check_on_peer_loss(on_peer_loss)
-        self._settings = DTSSettings(
-            delay=int(delay),
-            interval=int(interval),
-            codec=codecs.get(codec),
+        given = DTSSettings(
+            delay=delay if delay == AUTO else int(delay),
+            interval=interval if interval == AUTO else int(interval),
+            codec=AUTO if codec == AUTO else codecs.get(codec),
             algorithm=algorithm,
             outer_optimizer=_checked_outer_optimizer(outer_optimizer),
             on_peer_loss=on_peer_loss or "raise",
         )
-        num_windows = self._settings.schedule.num_slots
+        given = given.with_schedule() if outer_optimizer is not None else given
+        self._settings = settings_to_use(given)
+        num_windows = self._settings.num_slots
         if num_windows > MAX_WINDOWS:
             raise ValueError(
                 f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows under way, which are "
@@ -180,6 +198,16 @@ class DTSStrategy(ExchangeStrategy):
             patience_seconds=patience_seconds,
         )
         self._outer_optimizer = None if outer_optimizer is None else self._copy(outer_optimizer)
+        if self._settings != given and given.chooses(self.world_size):
+            (way,), (delay,) = self._settings.ways(self.world_size), self._settings.delays
+            self._tell(way, delay + 1, NO_TIMES)
+
+    def _tell(self, way: Way, width: int, text: str) -> None:
+        """Says what ranks have chosen."""
+        schedule = self._settings.schedule_of(width)
+        chosen = {"delay": schedule.delay, "interval": schedule.interval}
+        call = write_call("DTSStrategy", **chosen, codec=way.codec, algorithm=way.algorithm)
+        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief, **chosen)
 
     @property
     def outer_optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -192,10 +220,10 @@ class DTSStrategy(ExchangeStrategy):
         return self._outer_optimizer
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        counts = TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)
-        if self._settings.on_peer_loss != "continue":
-            return [counts]
-        return [Admissions.spec(self.world_size, tf.float32, exact=True), counts]
+        admits, chooses = self._settings.on_peer_loss == "continue", self._settings.chooses(self.world_size)
+        newcomers = [Admissions.spec(self.world_size, tf.float32, exact=True)] * admits
+        times = [Autotuner.spec(self.world_size, tf.float32, exact=True)] * chooses
+        return [*newcomers, *times, TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)]
 
     def make_exchange(self, context: ExchangeContext) -> DTSExchange:
         for variable in context.trained:
@@ -208,7 +236,8 @@ class DTSStrategy(ExchangeStrategy):
             refuse_float16(context.packing.specs, self._settings.codec)
         if self._outer_optimizer is not None and self._outer_optimizer.built:
             self._outer_optimizer = self._copy(self._outer_optimizer)
-        return DTSExchange(context, self._settings, self._outer_optimizer)
+        refuse_late_determinism(self._settings, chooses=self._settings.chooses(self.world_size))
+        return DTSExchange(context, self._settings, self._outer_optimizer, self._tell)
 
     def _copy(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         """A new one with the same settings, and a name that is the same on all ranks."""
@@ -244,17 +273,41 @@ class DTSStrategy(ExchangeStrategy):
         return gradients, None
 
     def after_update(self, group: Group, state: None) -> tf.Tensor:
-        schedule = self._settings.schedule
+        exchange = group.exchange
         with tf.device("/cpu:0"):
-            num_steps = group.read_step() + 1
+            schedule, num_steps = exchange.schedule, group.read_step() + 1
             has_ended, ended = schedule.ended(num_steps)
             is_due, due = schedule.due(num_steps)
-            is_due &= due >= group.exchange.first_window
         if self.training.num_rows is not None:
-            group.exchange.rows.add(self.training.num_rows)
+            exchange.rows.add(self.training.num_rows)
+
         _when(has_ended, lambda: self._hand_out(group, ended))
-        _when(is_due, lambda: self._merge(group, due, schedule.num_newer))
+        _when(is_due, lambda: self._merge_due(group, schedule, num_steps, due))
         return tf.constant(0, tf.int64)
+
+    def _merge_due(self, group: Group, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
+        """Emits the ops that merge a window, and begin another schedule, if ranks have chosen one.
+
+        Then all that is under way is merged before; the window that is merged last says which schedule it is.
+        """
+        if not group.exchange.changes_schedule:
+            self._merge(group, due, schedule.num_newer)
+            return
+        with tf.device("/cpu:0"):
+            num_ended, present = schedule.num_ended(num_steps), schedule.delay + 1
+
+        def merge(window: tf.Tensor, end: tf.Tensor, changes: tf.Tensor, _: tf.Tensor) -> tuple:
+            with tf.device("/cpu:0"):
+                num_newer = num_ended - 1 - window
+            width = self._merge(group, window, num_newer)
+            with tf.device("/cpu:0"):
+                changes |= (width > 0) & (width != present)  # It is 0 in a step that was interrupted.
+                return window + 1, tf.where(changes, num_ended, end), changes, width
+
+        *_, changes, width = tf.while_loop(
+            lambda window, end, *_: window < end, merge, [due, due + 1, tf.constant(False), present]
+        )
+        _when(changes, lambda: group.exchange.begin_windows(num_steps, num_ended, tf.maximum(width, 1)))
 
     def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
@@ -263,18 +316,25 @@ class DTSStrategy(ExchangeStrategy):
         if self.training.shares is not None and counts:
             rows = group.exchange.rows.take()
             changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
-        if group.exchange.admissions is not None:  # The exchange fills them in.
-            changes = [*changes, tf.zeros([2, self.world_size])]
+        beside = group.packing.specs[len(group.variables) : -1]
+        changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
         group.submit([*changes, weight], step=window)
 
-    def _merge(self, group: Group, window: tf.Tensor, num_newer: int) -> None:
+    def _merge(self, group: Group, window: tf.Tensor, num_newer: int | tf.Tensor) -> tf.Tensor:
+        """Emits the ops that merge a window. Returns the width that ranks have chosen; 0: none."""
         (*means, share), _ = group.collect([], step=window)
-        if (admissions := group.exchange.admissions) is not None:
+        exchange, width = group.exchange, tf.constant(0, tf.int64)
+        if exchange.tuner is not None:
+            *means, chosen = means
+            with tf.device("/cpu:0"):
+                width = tf.cast(chosen[0, 0], tf.int64)
+        if exchange.admissions is not None:
             *means, decided = means
             with tf.device("/cpu:0"):
-                admissions.note_meeting(decided[0], window * self._settings.interval)
-                group.exchange.roster.follow(decided[1] > 0)
-        group.exchange.outer.merge(means, num_newer, share[0])
+                exchange.admissions.note_meeting(decided[0], exchange.schedule.begin_of(window))
+                exchange.roster.follow(decided[1] > 0)
+        exchange.outer.merge(means, num_newer, share[0])
+        return width
 
     def end_step(self, group: Group) -> None:
         meet_newcomers(group, lambda: self._settle(group))
@@ -282,22 +342,26 @@ class DTSStrategy(ExchangeStrategy):
     def _settle(self, group: Group) -> None:
         """Emits the ops that merge, at the end of a window, all that are under way."""
         with tf.device("/cpu:0"):
-            num_windows = group.step // self._settings.interval
-        for num_newer in reversed(range(self._settings.schedule.num_slots - 1)):
+            schedule, now = group.exchange.schedule, group.read_step()
+            num_ended = schedule.num_ended(now)
+            num_merged = schedule.num_ended(tf.maximum(schedule.first_step, now - schedule.delay))
+        for num_newer in reversed(range(self._settings.num_slots - 1)):
             with tf.device("/cpu:0"):
-                window = num_windows - 1 - num_newer
-                is_in_flight = window >= group.exchange.first_window
+                window = num_ended - 1 - num_newer
+                is_in_flight = window >= num_merged
             _when(is_in_flight, functools.partial(self._merge, group, window, num_newer))
-        group.exchange.first_window.assign(num_windows)
+        group.exchange.begin_windows(now, num_ended)
 
     def finish_training(self, group: Group) -> None:
         num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
         if not num_steps and num_batches == group.exchange.first_iteration:
             return  # It has not trained; others may have dropped it.
-        under_way = group.exchange.under_way(num_steps)
+        schedule = group.exchange.known_schedule()
+        under_way = schedule.under_way(num_steps)
         # A last window even where no step is left: batches without an update, and callbacks, change variables. Others
         # that go on may have a whole window: then this one does not count.
-        counts = num_steps % self._settings.interval > 0 or self._settings.selection is not None
+        group.exchange.end_windows()
+        counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
         self._hand_out(group, tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
         for window in [*under_way, under_way.stop]:
             self._merge(group, tf.constant(window, tf.int64), under_way.stop - window)
@@ -324,7 +388,7 @@ def _checked_outer_optimizer(optimizer: object) -> str:
     return describe_optimizer(optimizer)
 
 
-def _when(condition: tf.Tensor, emit: Callable[[], None]) -> None:
+def _when(condition: tf.Tensor, emit: Callable[[], object]) -> None:
     """Emits ops that run where `condition` holds."""
 
     def run() -> tf.Tensor:

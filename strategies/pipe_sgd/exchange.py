@@ -9,15 +9,13 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.runtime.autotuning import Way
-from hop_tf.runtime.choosing import AUTO, algorithms_to_try
+from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
-from hop_tf.runtime.group import ExchangeContext, takes_codec
+from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.replay import Replay, make_replay
+from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
 from hop_tf.tensors.packing import Packing
 
-# Shorter gradients are not encoded, unless a codec is given: a message takes its time, however short it is.
-_LEAST_BYTES = 1 << 14
 # A step that no `fit` comes to.
 _NEVER = 1 << 60
 
@@ -35,17 +33,8 @@ class PipeSGDSettings:
     on_peer_loss: str = "raise"
 
     def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
-        """How gradients may be averaged; what changes training least comes first.
-
-        Args:
-          world_size: Number of ranks.
-          num_bytes: Bytes of a step's gradients that a codec may shorten. Default: many.
-        """
-        algorithms = algorithms_to_try(self.algorithm, world_size)
-        members = [self.codec]
-        if self.codec == AUTO:
-            members = [codecs.Identity(), *([codecs.Int8()] if num_bytes >= _LEAST_BYTES else [])]
-        return [Way(algorithm, codec) for codec in members for algorithm in algorithms]
+        """How gradients may be averaged; see `list_ways`."""
+        return list_ways(self.algorithm, self.codec, world_size, num_bytes)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -103,11 +92,10 @@ class PipeSGDExchange(GradientExchange):
         # Without a replay, weights were computed with the own rate.
         adopts_rate = None if self.delay == 0 else settings.replays
         membership, specs = context.membership, context.packing.specs
-        num_bytes = sum(spec.num_elements * spec.dtype.size for spec in specs if takes_codec(spec.dtype, spec.exact))
         super().__init__(
             context,
             with_rows_first(_segments(context.packing, settings.num_segments), specs),
-            ways=settings.ways(membership.world_size, num_bytes),
+            ways=settings.ways(membership.world_size, num_encoded_bytes(specs)),
             widths=settings.widths,
             tell=tell,
             adopts_rate=adopts_rate,

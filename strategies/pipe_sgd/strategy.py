@@ -45,12 +45,12 @@ from hop_tf.keras_hook.optimizers import (
     use_ema,
 )
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.autotuning import Way
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import specs_beside, submit_gradients, take_means
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.meeting import meet_newcomers
+from hop_tf.runtime.ways import Way
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -233,7 +233,7 @@ class PipeSGDStrategy(ExchangeStrategy):
     def _tell(self, way: Way, width: int, text: str) -> None:
         """Says what ranks have chosen."""
         call = write_call("PipeSGDStrategy", codec=way.codec, algorithm=way.algorithm, pipeline_width=width)
-        tell_choice(self._recorder, way, width, text, call=call, is_chief=self.is_chief)
+        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief, pipeline_width=width)
 
     def specs_beside(self) -> Sequence[TensorSpec]:
         return specs_beside(

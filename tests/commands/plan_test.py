@@ -303,7 +303,9 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(found["best"], 3)
         calls = {each["call"]: each for each in found["predictions"]}
         self.assertContainsSubset(found["best"], calls)
-        self.assertAllClose(calls["DTSStrategy(delay=4, interval=4)"]["step_seconds"], 0.9, rtol=0.02)
+        self.assertAllClose(
+            calls["DTSStrategy(delay=4, interval=4, algorithm='mesh', codec=None)"]["step_seconds"], 0.9, rtol=0.02
+        )
 
     def _run(self, *arguments):
         output, errors = io.StringIO(), io.StringIO()

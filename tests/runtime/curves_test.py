@@ -102,7 +102,15 @@ class TableTest(absltest.TestCase):
 
     def test_knows_what_few_trainings_report(self):
         """Settings that ranks choose, and servers: `contract_test.py` sees what all others report."""
-        choices = ("pipeline_width", "uses_ring", "encoded_bytes_per_value", "batch_share")
+        choices = (
+            "pipeline_width",
+            "delay",
+            "interval",
+            "uses_ring",
+            "uses_bcube",
+            "encoded_bytes_per_value",
+            "batch_share",
+        )
         for counter in (*choices, "wait_seconds_for_ps_1", "ranks_joined"):
             self.assertIsNotNone(find_curve(counter), counter)
 

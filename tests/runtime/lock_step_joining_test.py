@@ -14,6 +14,7 @@ from hop_tf import codecs
 from hop_tf.errors import DeadlineExceededError, MismatchError, PeerLostError
 from hop_tf.membership import LeftBehind
 from hop_tf.runtime.admissions import Admissions
+from hop_tf.runtime.autotuning import Autotuner, Pace
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
@@ -38,11 +39,14 @@ _NUM_PARTS = 8
 _PACKING = Packing(
     [TensorSpec("parts", (_NUM_RANKS, _MAX_PROCESSES), tf.float64), Admissions.spec(_NUM_RANKS)],
 )
+_SETTINGS = DTSSettings(delay="auto", interval="auto", codec=codecs.Identity(), algorithm="auto")
+_PACKING_OF_CHOICES = Packing([*_PACKING.specs, Autotuner.spec(_NUM_RANKS)])
 _SCHEDULES = {
     "at once": Schedule(delay=0, interval=1),
     "next step": Schedule(delay=1, interval=1),
     "late": Schedule(delay=3, interval=1),
     "windows": Schedule(delay=3, interval=2),
+    "chosen": _SETTINGS.schedule_of(1),
 }
 
 
@@ -50,11 +54,12 @@ class _InTurn(AveragingExchange):
     """As those that average gradients: one mean after the other, some steps late."""
 
     def __init__(self, context, algorithm, schedule):
-        admissions = Admissions(context.membership, _GROUP, context.session, lead=schedule.num_slots)
-        super().__init__(context, algorithm=algorithm, admissions=admissions, votes_place=_PACKING.place(1))
+        admissions = Admissions(context.membership, _GROUP, context.session)
+        place, lead = _PACKING.place(1), schedule.num_slots
+        super().__init__(context, algorithm=algorithm, admissions=admissions, votes_place=place, lead=lead)
 
     def step(self, outgoing):
-        return Incoming(outgoing.step, 0, tuple(self.mean(outgoing.step, outgoing.buckets, votes_of=outgoing.step)))
+        return Incoming(outgoing.step, 0, tuple(self.mean(outgoing.step, outgoing.buckets, decides_of=outgoing.step)))
 
 
 def _at_the_same_time(context, algorithm, schedule):
@@ -65,6 +70,17 @@ def _at_the_same_time(context, algorithm, schedule):
     return DTSExchange(context, settings)
 
 
+class _HastyDTSExchange(DTSExchange):
+    """Schedules change all the time."""
+
+    pace = Pace(skipped=0, measured=1, block=1)
+
+
+def _with_choices(context, algorithm, schedule):
+    """As DTS that chooses its schedules."""
+    return _HastyDTSExchange(context, _SETTINGS)
+
+
 class Job:
     """Ranks that average window by window, and merge means some steps late.
 
@@ -72,6 +88,7 @@ class Job:
       make_exchange: Of a rank.
       algorithm: Of the all-reduce.
       schedule: When windows end, and are merged.
+      num_steps: Steps of each rank.
       seed: Of the durations of messages and steps.
       newcomers_train: The optimizer of processes that were started again.
       has_patience: True if ranks that are stopped are left behind, and join again.
@@ -79,6 +96,8 @@ class Job:
     Attributes:
       means: means[rank, incarnation][window]: what a process has got.
       ended: By rank and incarnation, what a process that has made all steps has merged.
+      num_windows: How many windows such a process has made.
+      widths: Those that processes had.
       first_steps: By rank and incarnation, the step that a process has begun with.
       errors: What has ended processes that were started again: they came too late, or disagree.
     """
@@ -89,6 +108,7 @@ class Job:
         make_exchange=_InTurn,
         algorithm="mesh",
         schedule="next step",
+        num_steps=_NUM_STEPS,
         seed=0,
         newcomers_train="sgd",
         has_patience=False,
@@ -102,9 +122,14 @@ class Job:
             patience_seconds=_PATIENCE_SECONDS if has_patience else None,
         )
         self.make_exchange, self.algorithm, self.schedule = make_exchange, algorithm, _SCHEDULES[schedule]
+        self.chooses = make_exchange is _with_choices
+        self.num_slots = _SETTINGS.num_slots if self.chooses else self.schedule.num_slots
+        self.packing = _PACKING_OF_CHOICES if self.chooses else _PACKING
         self.newcomers_train = newcomers_train
-        self.pauses = random.exponential(0.004, (_NUM_RANKS, _NUM_STEPS))
+        self.pauses = random.exponential(0.004, (_NUM_RANKS, num_steps))
+        self.num_steps = num_steps
         self.means, self.ended, self.first_steps = {}, {}, {}
+        self.num_windows, self.widths = 0, set()
         self.dead, self.errors = set(), []
         self.num_events_of_start = 0
         self.ranks = [_Rank(self, rank) for rank in range(_NUM_RANKS)]
@@ -148,6 +173,8 @@ class _Rank(State):
         self._joining = Joining(self._membership, self, timeout_seconds=0.5)
         self._merged = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
         self._first_window = 0  # That is not merged yet.
+        self._schedule = job.schedule
+        self._width = None  # That the last mean tells.
         self._monitor = VirtualMonitor(self._clock)
         self._results = {}  # By window.
         self._meet_at = 0
@@ -160,7 +187,8 @@ class _Rank(State):
         return self._rank, self._membership.present_incarnation
 
     def signature(self, groups):
-        return sign(groups, self._job.newcomers_train if self._was_restarted else "sgd", _PACKING.specs)
+        trains = self._job.newcomers_train if self._was_restarted else "sgd"
+        return sign(groups, trains, self._job.packing.specs)
 
     def read(self):
         return [self._merged.copy().reshape(-1)]
@@ -182,7 +210,8 @@ class _Rank(State):
         self._clock.sleep(self._load_seconds)
         self._membership.require_all("to begin")
         self._membership.begin_session()
-        context = ExchangeContext(_GROUP, self._membership.session, _PACKING, self._membership, self._job.cluster.pool)
+        session, pool = self._membership.session, self._job.cluster.pool
+        context = ExchangeContext(_GROUP, session, self._job.packing, self._membership, pool)
         make_exchange = functools.partial(self._job.make_exchange, context, self._job.algorithm, self._job.schedule)
         self._exchange = self._joining.attach(_GROUP, make_exchange)
         if not self._was_restarted:
@@ -205,7 +234,7 @@ class _Rank(State):
         self._was_restarted, self._takes_part = True, False
         self._results.clear()
         self._meet_at = 0
-        if self._num_steps >= _NUM_STEPS:
+        if self._num_steps >= self._job.num_steps:
             raise PeerLostError(str(error))
         self._joining.begin_again()
         self._num_steps += 1
@@ -216,26 +245,36 @@ class _Rank(State):
             self._clock.sleep(0.0002 * num)
             step += num
             self._num_steps = step
-        self._first_window = step // self._job.schedule.interval
+        if self._job.chooses:
+            self._schedule = self._exchange.known_schedule()
+        self._first_window = self._schedule.num_ended(step)
         self._job.first_steps[self.name] = self._first_window
         self._takes_part = True
-        while step < _NUM_STEPS:
+        while step < self._job.num_steps:
             self._clock.sleep(self._job.pauses[self._rank, step])
             step += 1
             self._num_steps = step
-            has_ended, ended = self._job.schedule.ended(step)
+            self._job.widths.add(self._schedule.delay + 1)
+            has_ended, ended = self._schedule.ended(step)
             if has_ended:
                 self._hand_out(ended)
-            is_due, due = self._job.schedule.due(step)
-            if is_due:
-                self._merge_until(due + 1)
+            is_due, due = self._schedule.due(step)
+            if is_due and self._merge_until(due + 1) not in (None, self._schedule.delay + 1):
+                self._begin_windows(step, ended + 1)
             if step == self._meet_at:
-                self._merge_until(ended + 1)
+                self._begin_windows(step, ended + 1, width=1)
                 self._joining.meet(_GROUP, step)
-        self._merge_until(step // self._job.schedule.interval)
+        self._merge_until(self._schedule.num_ended(step))
+        self._job.num_windows = self._schedule.num_ended(step)
+
+    def _begin_windows(self, step, window, width=None):
+        """As the graph does: all is merged, and what is merged last says which width there is from now on."""
+        self._width = self._merge_until(window)
+        if self._job.chooses:
+            self._schedule = _SETTINGS.schedule_of(width or self._width, step, window)
 
     def _hand_out(self, window):
-        (bucket,) = _PACKING.zeros()
+        (bucket,) = self._job.packing.zeros()
         _, where = _PACKING.place(0)
         own = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
         own[self.name] = 1
@@ -258,7 +297,7 @@ class _Rank(State):
             self._monitor.notify_all()
 
     def _make_step(self, outgoing):
-        self._joining.at_step(outgoing.step)
+        self._joining.at_step(self._exchange.steps_of(outgoing.step)[-1])
         (mean,) = self._exchange.step(outgoing).buckets
         _, where = _PACKING.place(0)
         self._job.means.setdefault(self.name, {})[outgoing.step] = mean[where].reshape(self._merged.shape).copy()
@@ -266,7 +305,6 @@ class _Rank(State):
 
     def _merge_until(self, end):
         (_, where), (_, where_votes) = _PACKING.place(0), _PACKING.place(1)
-        interval = self._job.schedule.interval
         for window in range(self._first_window, end):
             while window not in self._results:
                 if self._membership.is_left_behind:
@@ -274,9 +312,12 @@ class _Rank(State):
                 self._monitor.wait(0.0)
             mean = self._results.pop(window)
             self._merged = self._merged + mean[where].reshape(self._merged.shape)
-            if (distance := int(mean[where_votes].max())) > 0:
-                self._meet_at = max(self._meet_at, window * interval + distance)
+            if (distance := int(mean[where_votes][:_NUM_RANKS].max())) > 0:
+                self._meet_at = max(self._meet_at, self._schedule.begin_of(window) + distance)
+            if self._job.chooses:
+                self._width = round(mean[self._job.packing.place(2)[1]][0])
         self._first_window = max(self._first_window, end)
+        return self._width
 
     def _end(self):
         """Its process ends, as of a script that does nothing more."""
@@ -300,6 +341,7 @@ _KINDS = {
     "bcube": {"algorithm": "bcube:2,2"},
     "windows": {"make_exchange": _at_the_same_time, "schedule": "windows"},
     "windows of one step": {"make_exchange": _at_the_same_time, "algorithm": "ring", "schedule": "late"},
+    "chosen": {"make_exchange": _with_choices, "schedule": "chosen", "num_steps": 3 * _NUM_STEPS},
 }
 
 
@@ -336,7 +378,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         """
         total = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
         takes_part = {}
-        num_windows = _NUM_STEPS // job.schedule.interval
+        num_windows = job.num_windows
         for step in range(num_windows):
             means = {name: of_steps[step] for name, of_steps in job.means.items() if step in of_steps}
             alive = {name: mean for name, mean in means.items() if name not in job.dead}
@@ -355,7 +397,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         for name, steps in takes_part.items():
             # From its first window on, in all; of those that were under way when it was lost, in some.
             is_dead, first = name in job.dead, job.first_steps[name]
-            end = steps[-1] + 1 - job.schedule.num_slots if is_dead else num_windows
+            end = steps[-1] + 1 - job.num_slots if is_dead else num_windows
             self.assertContainsSubset(range(first, end), steps)
             self.assertGreaterEqual(steps[0], first)
         merged = [each for name, each in job.ended.items() if name not in job.dead]
@@ -379,7 +421,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
-    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
     def test_another_one_is_killed_meanwhile(self, part, kind):
         """Or the same one again: whoever gives its state, at every event while one joins."""
@@ -395,7 +437,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
-    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
     def test_another_one_is_killed_while_it_loads_its_data(self, part, kind):
         """It has met some of the others, and hears of that loss. It takes part all the same."""
@@ -434,7 +476,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertLessEqual(sum(losses), len(job.dead) * (_NUM_RANKS - 1))
         self.assertGreater(num_joined, 0)
 
-    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows"])
+    @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
     def test_another_one_is_stopped_or_killed_meanwhile(self, part, kind):
         """Or the same one again."""
@@ -453,6 +495,12 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                     job.kill_before_event(later, ranks[1], _some_ranks(random))
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
+
+    def test_schedules_change(self):
+        """The ranks that choose change them often."""
+        widths = [Job(**_KINDS["chosen"], seed=seed).run().widths for seed in range(8)]
+        self.assertGreater(min(map(len, widths)), 1, widths)
+        self.assertGreater(max(map(max, widths)), 2, widths)
 
     @pytest.mark.stress
     def test_two_that_come_when_the_others_end(self):

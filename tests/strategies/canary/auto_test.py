@@ -15,7 +15,8 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.collectives import Mesh
 from hop_tf.runtime import choices
-from hop_tf.runtime.autotuning import Autotuner, Setting, Times, Way
+from hop_tf.runtime.autotuning import Autotuner, Setting, Times
+from hop_tf.runtime.ways import Way
 from hop_tf.testing import InProcessCluster
 from support import scripted_choices
 
@@ -90,7 +91,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(algorithm, expected)
             self.assertEqual(report["uses_ring"], expected == "ring")
             self.assertEqual(report.get("uses_bcube", 0), expected == "bcube:2,2")
-            line = {"codec": str(codecs.Identity()), "algorithm": expected, "pipeline_width": 1}
+            line = {"codec": str(codecs.Identity()), "algorithm": expected}
             recorder.add_line.assert_called_once_with("chosen", **line)
             self.assertAllClose(weights, expected_weights, rtol=1e-4, atol=1e-5)
             for mine, first in zip(weights, results[0][0], strict=True):

@@ -45,7 +45,7 @@ class _Rank:
         self._membership = cluster.memberships[rank]
         codec = codecs.get(plan.codec)
         settings = DTSSettings(delay=plan.delay, interval=plan.interval, codec=codec, algorithm=plan.algorithm)
-        self._schedule = settings.schedule
+        self._schedule = settings.schedule_of(plan.delay + 1)
         self._optimizer = keras.optimizers.SGD(0.1)
         variable = keras.Variable(np.zeros(_NUM_VALUES, np.float32))
         self._optimizer.build([variable])

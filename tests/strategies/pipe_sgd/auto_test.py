@@ -13,8 +13,8 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.runtime import choices
+from hop_tf.runtime import ways as ways_module
 from hop_tf.runtime.autotuning import Autotuner, Setting
-from hop_tf.strategies.pipe_sgd import exchange
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
 from hop_tf.testing import InProcessCluster
 from support import scripted_choices
@@ -112,7 +112,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             return _fit_in(strategy, "momentum").get_weights()
 
         ways = scripted_choices(lambda step: Setting(step // 2 % 4, 1))  # Mesh and ring, with and without int8.
-        with ways, mock.patch.object(exchange, "_LEAST_BYTES", 0):
+        with ways, mock.patch.object(ways_module, "_LEAST_BYTES", 0):
             strategy = _strategy(num_segments=num_segments, pipeline_width=1)
             results = InProcessCluster(3, strategy, timeout_seconds=120).run(run)
         expected = _fit("momentum").get_weights()

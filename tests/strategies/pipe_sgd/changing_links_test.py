@@ -13,10 +13,11 @@ from absl.testing import absltest
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.runtime.autotuning import Setting, Way
+from hop_tf.runtime.autotuning import Setting
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.gradients import specs_beside
 from hop_tf.runtime.group import ExchangeContext
+from hop_tf.runtime.ways import Way
 from hop_tf.simulate import VirtualCluster
 from hop_tf.simulate.training import Links
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings

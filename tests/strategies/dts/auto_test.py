@@ -1,0 +1,339 @@
+"""DTS that chooses its settings: changes of the schedule and of ways in the middle of a training lose nothing."""
+
+import contextlib
+import io
+import threading
+import time
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+
+import hop_tf
+from hop_tf import codecs
+from hop_tf.collectives import AllReduce
+from hop_tf.runtime import choices, ways
+from hop_tf.runtime.admissions import Admissions
+from hop_tf.runtime.autotuning import Setting
+from hop_tf.runtime.joining import Joining
+from hop_tf.strategies.dts.exchange import DTSSettings
+from hop_tf.strategies.dts.windows import Courses
+from hop_tf.testing import InProcessCluster
+from support import scripted_choices
+
+_OPTIMIZERS = {
+    "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "decay": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)),
+    "accumulates": lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2),
+}
+_NUM_STEPS, _BATCH_SIZE = 24, 12
+# D + 1 as the means of windows tell it.
+_WIDTHS = [1, 3, 3, 3, 2, 2, 5, 1, 1, 4, 1, 2, 2, 1, 3, 6, 1]
+
+
+def _cluster(world_size=2, **settings):
+    def make_strategy(cluster_resolver):
+        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, **settings)
+
+    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+
+
+def _by_widths(widths=_WIDTHS):
+    return scripted_choices(lambda window: Setting(0, widths[window % len(widths)]))
+
+
+def _linear_loss(y_true, y_pred):
+    """Gradients do not depend on the weights: so training is synchronous training, however late they are merged."""
+    return tf.reduce_sum(y_true * y_pred, axis=-1)
+
+
+def _data():
+    random = np.random.default_rng(1)
+    shape = (_NUM_STEPS // 2 * _BATCH_SIZE, 6)
+    return random.normal(size=shape).astype(np.float32), random.normal(size=(shape[0], 2)).astype(np.float32)
+
+
+def _fit(optimizer="momentum", callbacks=(), num_fits=1, num_repeats=1, **compile_args):
+    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, kernel_initializer="ones")])
+    model.compile(_OPTIMIZERS[optimizer](), _linear_loss, **compile_args)
+    for _ in range(num_fits):
+        arguments = {"batch_size": _BATCH_SIZE, "epochs": 2, "shuffle": False, "verbose": 0}
+        x, y = (np.tile(values, [num_repeats, 1]) for values in _data())
+        model.fit(x, y, **arguments, callbacks=list(callbacks))
+    return model
+
+
+def _fit_in(strategy, *args, **kwargs):
+    with strategy.scope():
+        return _fit(*args, **kwargs)
+
+
+def _note_delays(strategy, delays):
+    def note(batch, logs):
+        delays.append(strategy.training.groups[0].exchange.known_schedule().delay)
+
+    return keras.callbacks.LambdaCallback(on_train_batch_end=note)
+
+
+class ChangesTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        *((name, {}, {}) for name in _OPTIMIZERS),
+        ("momentum", {"steps_per_execution": 5}, {}),
+        ("momentum", {"run_eagerly": True}, {}),
+        ("momentum", {}, {"on_peer_loss": "continue"}),
+        ("momentum", {}, {"batch_shares": [2, 1]}),
+    )
+    def test_a_change_of_the_schedule_loses_no_change(self, optimizer, arguments, settings):
+        def run(strategy):
+            delays = []
+            model = _fit_in(strategy, optimizer, [_note_delays(strategy, delays)], num_fits=2, **arguments)
+            return model.get_weights(), delays
+
+        with _by_widths():
+            results = _cluster(codec=None, **settings).run(run)
+        expected = _fit(optimizer, num_fits=2).get_weights()
+        for weights, delays in results:
+            self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-4)
+            self.assertGreater(len(set(delays)), 2)
+            self.assertEqual(delays, results[0][1])
+            for mine, first in zip(weights, results[0][0], strict=True):
+                self.assertAllEqual(mine, first)
+
+    def test_an_interval_that_is_given_is_kept(self):
+        """Windows are merged at once, or when the next one ends."""
+
+        def run(strategy):
+            delays = []
+            return _fit_in(strategy, callbacks=[_note_delays(strategy, delays)]).get_weights(), delays
+
+        with _by_widths([1, 4, 4, 1]):
+            results = _cluster(codec=None, interval=3).run(run)
+        for weights, delays in results:
+            self.assertAllClose(weights, _fit().get_weights(), rtol=1e-4, atol=1e-4)
+            self.assertEqual(set(delays), {0, 3})
+
+    def test_a_change_of_the_way_loses_no_change(self):
+        """Mesh and ring, with and without int8, and schedules."""
+
+        def run(strategy):
+            return _fit_in(strategy).get_weights()
+
+        script = scripted_choices(lambda window: Setting(window // 2 % 4, _WIDTHS[window % len(_WIDTHS)]))
+        with script, mock.patch.object(ways, "_LEAST_BYTES", 0):
+            results = _cluster(3).run(run)
+        for weights in results:
+            self.assertAllClose(weights, _fit().get_weights(), rtol=0.02, atol=0.2)
+            for mine, first in zip(weights, results[0], strict=True):
+                self.assertAllEqual(mine, first)
+
+    @parameterized.parameters({}, {"interval": 2}, {"delay": 3, "interval": 2}, {"delay": 0, "interval": 1})
+    def test_meetings_lose_no_change(self, **settings):
+        """As those with a rank that joins: there, windows begin anew, whatever the delay is."""
+        decide = Admissions.decide
+
+        def decide_to_meet(self, mean, step, first_step):
+            decided = decide(self, mean, step, first_step)
+            if step in (4, 5, 12, 13):
+                decided[0, 0] = first_step() - step
+            return decided
+
+        def run(strategy):
+            return _fit_in(strategy).get_weights()
+
+        widths = _by_widths([1, 1, 1, 1, 1, 1, 3, 3, 2, 3, 3, 3, 1])
+        # Nobody joins.
+        meets = mock.patch.object(Joining, "meet", lambda self, group, step: None)
+        with widths, meets, mock.patch.object(Admissions, "decide", decide_to_meet):
+            results = _cluster(codec=None, on_peer_loss="continue", **settings).run(run)
+        for weights in results:
+            self.assertAllClose(weights, _fit().get_weights(), rtol=1e-4, atol=1e-4)
+            for mine, first in zip(weights, results[0], strict=True):
+                self.assertAllEqual(mine, first)
+
+    def test_a_custom_loop(self):
+        """It changes schedules, too; `synchronize` merges all, and begins anew."""
+        num_steps = 20
+        gradients = np.random.default_rng(0).normal(size=(2 * num_steps, 2, 4)).astype(np.float32)
+
+        def run(strategy):
+            with strategy.scope():
+                dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+                model = keras.Sequential([keras.Input((4,)), dense])
+                optimizer = keras.optimizers.SGD(0.1, momentum=0.5)
+                optimizer.build(model.trainable_variables)
+
+            @tf.function
+            def step(gradient):
+                strategy.run(lambda: optimizer.apply([gradient], model.trainable_variables))
+
+            delays = set()
+            for number in range(2 * num_steps):
+                # A custom loop divides by the number of ranks: the mean here is of sums.
+                step(tf.constant(gradients[number, strategy.rank][:, None]))
+                delays.add(strategy.training.groups[0].exchange.known_schedule().delay)
+                if number % num_steps == num_steps - 1:
+                    strategy.synchronize(model)
+            return model.get_weights()[0][:, 0], delays
+
+        def momentum(rate):
+            weights, velocity = np.ones(4), np.zeros(4)
+            for gradient in gradients:
+                velocity = 0.5 * velocity - rate * gradient.sum(axis=0)
+                weights = weights + velocity
+            return weights
+
+        with _by_widths():
+            for weights, delays in _cluster(codec=None).run(run):
+                self.assertAllClose(weights, momentum(0.1), rtol=1e-4, atol=1e-4)
+                self.assertGreater(len(delays), 2)
+
+
+class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
+    def _train(self, seconds, **settings):
+        """Trains; returns what was said, and reports.
+
+        A step computes for 20 ms at least. Means come so many seconds late, or a tenth of them if they are encoded.
+        """
+
+        def run(strategy):
+            compute = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: time.sleep(0.02))
+            _fit_in(strategy, callbacks=[compute], num_fits=2, num_repeats=6)
+            return strategy.report()
+
+        mean = AllReduce.mean
+
+        def slow(self, *arguments, **keywords):
+            is_encoded = "/1" in self._name.partition("/")[2]  # Of two ranks, the second way.
+            time.sleep(seconds / 10 if is_encoded else seconds)
+            return mean(self, *arguments, **keywords)
+
+        with mock.patch.object(AllReduce, "mean", slow), contextlib.redirect_stderr(io.StringIO()) as stderr:
+            reports = _cluster(**settings).run(run)
+        return [line for line in stderr.getvalue().splitlines() if line.startswith("hop_tf: ")], reports
+
+    def test_a_delay_as_long_as_means_take(self):
+        """It is told once, by rank 0, and the second `fit` begins with it."""
+        said, reports = self._train(0.1)
+        self.assertRegex(
+            said[0], r"hop_tf: lossless over a mesh, D = (\d+), p = \1: .* ms a step; lossless over a mesh"
+        )
+        self.assertIn("To keep these settings: DTSStrategy(delay=", said[0])
+        for report in reports:
+            self.assertBetween(report["delay"], 2, 8)
+            self.assertEqual(report["interval"], report["delay"])
+
+    @parameterized.parameters((1, 1), (4, 1), (5, 2), (0, 1), (4, 4), (1, 10))
+    @pytest.mark.stress(after=2)
+    def test_a_codec_with_a_schedule_that_is_given(self, delay, interval):
+        """Each way's times are its own, however late its means are merged."""
+        seconds = 0.1 * max(1, delay, interval)
+        with mock.patch.object(ways, "_LEAST_BYTES", 0):
+            said, reports = self._train(seconds, delay=delay, interval=interval, algorithm="mesh")
+        self.assertIn("int8 over a mesh", said[-1])
+        for report in reports:
+            self.assertEqual((report["delay"], report["interval"]), (delay, interval))
+            self.assertEqual(report["encoded_bytes_per_value"], codecs.Int8().bytes_per_value)
+
+    def test_gradients_that_are_computed_for_longer_than_means_take(self):
+        _, reports = self._train(0.0, codec=None, algorithm="mesh")
+        self.assertIn(reports[0]["delay"], (0, 1, 2))
+
+
+class SettingsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ({}, [(0, 1), (1, 1), (2, 2), (3, 3)]),
+        ({"interval": 8}, [(0, 8), (8, 8)]),
+        ({"delay": 3}, [(3, 3)]),
+        ({"delay": 0}, [(0, 1)]),
+        ({"delay": 5, "interval": 2}, [(5, 2)]),
+    )
+    def test_schedules_that_go_with_what_is_given(self, given, expected):
+        settings = DTSSettings(**{"delay": "auto", "interval": "auto", "codec": "auto", "algorithm": "auto", **given})
+        schedules = [settings.schedule_of(delay + 1) for delay in settings.delays]
+        self.assertEqual([(each.delay, each.interval) for each in schedules[:4]], expected)
+
+    def test_nothing_is_chosen_by_times_if_operations_are_deterministic(self):
+        with mock.patch.object(choices, "is_deterministic", return_value=True):
+            with contextlib.redirect_stderr(io.StringIO()) as stderr:
+                strategy = hop_tf.DTSStrategy()
+            self.assertEqual(
+                strategy._settings, DTSSettings(delay=4, interval=4, codec=codecs.Identity(), algorithm="mesh")
+            )
+            self.assertIn(
+                "nothing is chosen by times. To keep these settings: "
+                "DTSStrategy(delay=4, interval=4, codec=None, algorithm='mesh').",
+                stderr.getvalue(),
+            )
+
+    def test_operations_that_become_deterministic_too_late(self):
+        all_are_made = threading.Barrier(2)
+
+        def run(strategy):
+            all_are_made.wait(60)
+            is_deterministic.return_value = True
+            _fit_in(strategy)
+
+        with (
+            mock.patch.object(choices, "is_deterministic", return_value=False) as is_deterministic,
+            self.assertRaisesRegex(ValueError, "Call it before the strategy is made"),
+        ):
+            _cluster().run(run)
+
+    def test_an_outer_optimizer_takes_windows_of_a_fixed_length(self):
+        outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+        settings = hop_tf.DTSStrategy(outer_optimizer=outer)._settings
+        self.assertEqual((settings.delay, settings.interval, settings.codec), (4, 4, "auto"))
+        for given, expected in (
+            ({"interval": 50}, (4, 50)),
+            ({"delay": 0, "interval": 50}, (0, 50)),
+            ({"delay": 3}, (3, 3)),
+        ):
+            settings = hop_tf.DTSStrategy(outer_optimizer=outer, **given)._settings
+            self.assertEqual((settings.delay, settings.interval), expected)
+
+
+class CoursesTest(absltest.TestCase):
+    def test_the_graph_and_exchanges_have_the_same_windows(self):
+        """Settings change all the time, and ranks meet now and then; the graph goes by what windows tell it."""
+        settings = DTSSettings(delay="auto", interval="auto", codec=codecs.Identity(), algorithm="auto")
+        for seed in range(100):
+            random = np.random.default_rng(seed)
+            courses = Courses(settings.schedule_of, Setting(0, 1))
+            schedule, told, meetings, merged = settings.schedule_of(1), {}, set(), 0
+
+            def end(window, courses=courses, told=told, meetings=meetings, random=random):
+                """A window ends, and its mean is known to all exchanges at once: no choice is earlier."""
+                meets = random.random() < 0.1
+                if meets and not any(
+                    meeting >= courses.of(window).schedule.steps_of(window).stop for meeting in meetings
+                ):
+                    meetings.add(courses.meet(window))
+                courses.choose(window, Setting(int(random.integers(2)), int(random.choice([1, 1, 2, 3, 6]))))
+                following = window + 1 + courses.of(window).schedule.num_newer
+                told[window] = courses.of(following).setting.width
+
+            for num_steps in range(1, 200):
+                has_ended, ended = schedule.ended(num_steps)
+                if has_ended:
+                    self.assertEqual(courses.of(ended).schedule.steps_of(ended), schedule.steps_of(ended))
+                    self.assertEqual(courses.at(num_steps - 1).schedule.num_ended(num_steps), ended + 1)
+                    end(ended)
+                is_due, due = schedule.due(num_steps)
+                if is_due:
+                    self.assertEqual(due, merged)
+                    merged += 1
+                    if told[due] != schedule.delay + 1:
+                        merged = ended + 1
+                        schedule = settings.schedule_of(told[ended], num_steps, merged)
+                if num_steps in meetings:
+                    self.assertTrue(has_ended)
+                    merged = ended + 1
+                    schedule = settings.schedule_of(1, num_steps, merged)
+            self.assertGreater(merged, 20)
+
+
+if __name__ == "__main__":
+    absltest.main()
