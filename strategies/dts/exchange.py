@@ -21,7 +21,7 @@ from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.outer import OuterSteps
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
-from hop_tf.strategies.dts.windows import Courses, Schedule
+from hop_tf.strategies.dts.windows import Course, Courses, Schedule
 
 # D and p, if an outer optimizer moves what is merged, or nothing may depend on time.
 _FIXED = 4
@@ -276,11 +276,12 @@ class DTSExchange(AveragingExchange):
         turn, slot = divmod(window, self.num_threads)
         if self.tuner is not None:
             # The graph has merged what decides, but for a last window: then ranks have to hear first what it tells.
-            num_newer = self._courses.of(window).schedule.num_newer
-            self._membership.wait_until(lambda: self._num_decided >= window - num_newer, timeout_seconds=math.inf)
-            buckets = with_values(buckets, self._times_place, self._begin_timing(window, num_newer))
+            course = self._courses.of(window)
+            least = window - course.schedule.num_newer
+            self._membership.wait_until(lambda: self._num_decided >= least, timeout_seconds=math.inf)
+            buckets = with_values(buckets, self._times_place, self._begin_timing(window, course))
             if isinstance(self._reductions[slot], Alternatives):
-                self._reductions[slot].choose(self._courses.of(window).setting.way)
+                self._reductions[slot].choose(course.setting.way)
         means = self.mean(
             window,
             buckets,
@@ -309,25 +310,23 @@ class DTSExchange(AveragingExchange):
         """What is handed out next is the last window of a `fit`, which may be shorter: it is not measured."""
         self._is_ending = True
 
-    def _begin_timing(self, window: int, num_newer: int) -> np.ndarray:
+    def _begin_timing(self, window: int, course: Course) -> np.ndarray:
         """The exchange of a window begins. Returns what this rank tells the others of those before.
 
         Where several windows are under way, means come as many at a time. So a period is the mean of as many windows.
 
         Args:
           window: The window.
-          num_newer: That of its schedule.
+          course: Its course.
         """
-        now = self._begun_at[window] = self._clock()
+        now, num_newer = self._clock(), course.schedule.num_newer
+        self._begun_at[window] = now
         first = window - 1 - num_newer
-        num_steps = self.steps_of(window).stop - self.steps_of(first).stop
-        period = (now - self._begun_at.get(first, now)) / num_steps
-        course = self._courses.of(window)
+        period = (now - self._begun_at.get(first, now)) / ((num_newer + 1) * course.schedule.interval)
         # First, nothing is under way that steps could wait for.
         begins = window < course.schedule.first_window + 2 * num_newer
         is_late = self._is_ending or begins or course.setting != self.tuner.setting
-        for old in [each for each in self._begun_at if each < first - self.num_threads]:
-            del self._begun_at[old]
+        self._begun_at.pop(first - self.num_threads - 1, None)
         return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), is_late)
 
     def decide(self, number: int, means: Sequence[np.ndarray]) -> None:

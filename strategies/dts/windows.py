@@ -121,15 +121,17 @@ class Courses:
 
     def of(self, window: int) -> Course:
         """That of a window."""
-        return self._find(lambda schedule: schedule.first_window <= window)
+        for course in reversed(self._courses):
+            if course.schedule.first_window <= window:
+                return course
+        return self._courses[0]
 
     def at(self, step: int) -> Course:
         """That of the window which a step is a part of."""
-        return self._find(lambda schedule: schedule.first_step <= step)
-
-    def _find(self, has_begun: Callable[[Schedule], bool]) -> Course:
-        courses = list(self._courses)
-        return next((each for each in reversed(courses) if has_begun(each.schedule)), courses[0])
+        for course in reversed(self._courses):
+            if course.schedule.first_step <= step:
+                return course
+        return self._courses[0]
 
     @property
     def latest(self) -> Course:
