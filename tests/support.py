@@ -7,6 +7,7 @@ import os
 import pathlib
 import runpy
 import subprocess
+import threading
 from collections.abc import Callable, Mapping
 from unittest import mock
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 import hop_tf
 from hop_tf.errors import HopError
+from hop_tf.runtime import choices
 from hop_tf.runtime.autotuning import Autotuner
 from hop_tf.testing import InProcessCluster
 
@@ -214,6 +216,19 @@ class AbortOnRank1(keras.callbacks.Callback):
                 raise HopError("broken on purpose")
             with contextlib.suppress(HopError):
                 self._strategy.training.worker.membership.wait_until(lambda: False, _WAIT_SECONDS)
+
+
+def train_with_late_determinism(cluster, world_size, train):
+    """Trains on all ranks of a cluster, whose operations become deterministic when all strategies are made."""
+    all_are_made = threading.Barrier(world_size)
+
+    def run(strategy):
+        all_are_made.wait(_WAIT_SECONDS)
+        is_deterministic.return_value = True
+        train(strategy)
+
+    with mock.patch.object(choices, "is_deterministic", return_value=False) as is_deterministic:
+        cluster.run(run)
 
 
 def scripted_choices(script):

@@ -191,7 +191,7 @@ class WhatIf:
             yield self._with_shares()
         for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
             if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
-                # What is not told would be chosen anew.
+                # Ranks would choose anew a setting that the call does not name.
                 whole = {**kept_settings(self.strategy, self.settings, strategy), **settings}
                 yield Change(tell_call(strategy, whole), strategy, whole)
 

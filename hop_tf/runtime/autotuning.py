@@ -439,7 +439,7 @@ class Autotuner:
     def _would_choose_another(self, times: Times) -> bool:
         """True if exchanges have become shorter or longer by far, and another setting is better with such exchanges.
 
-        What an encoded exchange takes may be little of a step, before and after a link has become faster.
+        An encoded exchange may be a small part of a step, before and after a link has become faster.
         """
         times_as_long = times.exchange / (self._basis.exchange or times.exchange or 1.0)
         if 1 / _BY_FAR < times_as_long < _BY_FAR:

@@ -1,4 +1,4 @@
-"""What strategies share whose ranks choose settings by times: see `hop_tf.runtime.autotuning`."""
+"""Parts that all strategies share whose ranks choose settings by times: see `hop_tf.runtime.autotuning`."""
 
 from __future__ import annotations
 

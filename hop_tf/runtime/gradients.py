@@ -92,7 +92,7 @@ class GradientExchange(AveragingExchange):
                 one_or_alternatives(str(number), ways, functools.partial(self._make_mean, context, part))
                 for number, part in enumerate(self.parts)
             ],
-            admissions=None if place is None else _make_admissions(context, len(self.parts)),
+            admissions=None if place is None else self._make_admissions(context),
             votes_place=votes_place,
             lead=delay + 1,
         )
@@ -110,6 +110,11 @@ class GradientExchange(AveragingExchange):
             self._clock = context.membership.monitor.now
             self._times_segment, self._times_place = self._place_of(times)
             self._begin_timing()
+
+    def _make_admissions(self, context: ExchangeContext) -> Admissions:
+        return Admissions(
+            context.membership, context.group, context.session, first_round=lambda step: step * len(self.parts)
+        )
 
     def _make_mean(self, context: ExchangeContext, part: Packing, name: str, way: Way) -> AllReduce:
         """Makes what averages a segment."""
@@ -207,11 +212,6 @@ class GradientExchange(AveragingExchange):
 
     def no_op(self, outgoing: Outgoing) -> Incoming:
         return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
-
-
-def _make_admissions(context: ExchangeContext, num_segments: int) -> Admissions:
-    first_round = lambda step: step * num_segments  # noqa: E731
-    return Admissions(context.membership, context.group, context.session, first_round=first_round)
 
 
 _ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64, on_host=True)

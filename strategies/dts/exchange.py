@@ -31,7 +31,7 @@ _MAX_DELAY = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DTSSettings:
-    """What `DTSStrategy` was told.
+    """The settings of `DTSStrategy`.
 
     Attributes:
       interval: With a `delay` and "auto": as many steps as D, at least 1.
@@ -183,7 +183,7 @@ class DTSExchange(AveragingExchange):
         admissions = None
         if place is not None:
             admissions = Admissions(membership, context.group, context.session, first_round=self.number_of)
-        # What codecs keep for later windows belongs to a slot.
+        # Residuals, which codecs keep for later windows, belong to a slot.
         slots = range(settings.num_slots)
         super().__init__(
             context,
@@ -307,13 +307,13 @@ class DTSExchange(AveragingExchange):
     # Choosing by times.
 
     def end_windows(self) -> None:
-        """What is handed out next is the last window of a `fit`, which may be shorter: it is not measured."""
+        """Notes that the last window of a `fit` follows. It may be shorter than others, so it is not measured."""
         self._is_ending = True
 
     def _begin_timing(self, window: int, course: Course) -> np.ndarray:
         """The exchange of a window begins. Returns what this rank tells the others of those before.
 
-        Where several windows are under way, means come as many at a time. So a period is the mean of as many windows.
+        If several windows are under way, their means come together. So a period is the mean of as many windows.
 
         Args:
           window: The window.

@@ -51,7 +51,7 @@ class Schedule:
         return (num_own > 0) & (num_own % self.interval == 0), self.num_ended(num_steps - self.delay) - 1
 
     def num_ended(self, num_steps: int) -> int:
-        """How many windows have ended when so many steps are complete."""
+        """The number of windows that have ended when so many steps are complete."""
         return self.first_window + (num_steps - self.first_step) // self.interval
 
     def under_way(self, num_steps: int) -> range:
@@ -94,9 +94,9 @@ class Course:
 
 
 class Courses:
-    """What ranks have chosen for which windows: the same on all of them, as it follows from means of windows.
+    """The settings that ranks have chosen for each window. They follow from means, so they are alike on all ranks.
 
-    What the mean of window k tells counts from the first window on that begins when window k is merged:
+    The choice by the mean of window k counts from the first window on that begins when window k is merged:
 
         k  +  the windows that have ended meanwhile  +  1
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import io
-import threading
 from unittest import mock
 
 import keras
@@ -18,7 +17,7 @@ from hop_tf.runtime import choices
 from hop_tf.runtime.autotuning import Autotuner, Setting, Times
 from hop_tf.runtime.ways import Way
 from hop_tf.testing import InProcessCluster
-from support import scripted_choices
+from support import scripted_choices, train_with_late_determinism
 
 _NUM_STEPS, _BATCH_SIZE = 24, 12
 _INTERFACES = ["127.0.0.1", "127.0.0.2"]  # Ranks in one process have no connections, and only count them.
@@ -149,7 +148,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         ({"algorithm": "bcube:2,2"}, 4, 2, ["bcube:2,2"]),
     )
     def test_what_ranks_choose_from(self, settings, world_size, num_interfaces, algorithms):
-        """What is given is kept, and so is the codec."""
+        """A given algorithm is kept, and so is the codec."""
         settings = hop_tf.CanaryStrategy(consistency="bsp", **settings)._settings
         ways = [Way(algorithm, codecs.get("sketch")) for algorithm in algorithms]
         self.assertEqual(settings.ways(world_size, num_interfaces), ways)
@@ -199,18 +198,8 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(stderr.getvalue())
 
     def test_operations_that_become_deterministic_too_late(self):
-        all_are_made = threading.Barrier(3)
-
-        def run(strategy):
-            all_are_made.wait(60)
-            is_deterministic.return_value = True
-            _fit_in(strategy)
-
-        with (
-            mock.patch.object(choices, "is_deterministic", return_value=False) as is_deterministic,
-            self.assertRaisesRegex(ValueError, "Call it before the strategy is made"),
-        ):
-            _cluster(3).run(run)
+        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+            train_with_late_determinism(_cluster(3), 3, _fit_in)
 
 
 if __name__ == "__main__":

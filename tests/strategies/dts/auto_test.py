@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import threading
 import time
 from unittest import mock
 
@@ -22,7 +21,7 @@ from hop_tf.runtime.joining import Joining
 from hop_tf.strategies.dts.exchange import DTSSettings
 from hop_tf.strategies.dts.windows import Courses
 from hop_tf.testing import InProcessCluster
-from support import scripted_choices
+from support import linear_loss, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -45,11 +44,6 @@ def _by_widths(widths=_WIDTHS):
     return scripted_choices(lambda window: Setting(0, widths[window % len(widths)]))
 
 
-def _linear_loss(y_true, y_pred):
-    """Gradients do not depend on the weights: so training is synchronous training, however late they are merged."""
-    return tf.reduce_sum(y_true * y_pred, axis=-1)
-
-
 def _data():
     random = np.random.default_rng(1)
     shape = (_NUM_STEPS // 2 * _BATCH_SIZE, 6)
@@ -58,7 +52,7 @@ def _data():
 
 def _fit(optimizer="momentum", callbacks=(), num_fits=1, num_repeats=1, **compile_args):
     model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, kernel_initializer="ones")])
-    model.compile(_OPTIMIZERS[optimizer](), _linear_loss, **compile_args)
+    model.compile(_OPTIMIZERS[optimizer](), linear_loss, **compile_args)
     for _ in range(num_fits):
         arguments = {"batch_size": _BATCH_SIZE, "epochs": 2, "shuffle": False, "verbose": 0}
         x, y = (np.tile(values, [num_repeats, 1]) for values in _data())
@@ -269,18 +263,8 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             )
 
     def test_operations_that_become_deterministic_too_late(self):
-        all_are_made = threading.Barrier(2)
-
-        def run(strategy):
-            all_are_made.wait(60)
-            is_deterministic.return_value = True
-            _fit_in(strategy)
-
-        with (
-            mock.patch.object(choices, "is_deterministic", return_value=False) as is_deterministic,
-            self.assertRaisesRegex(ValueError, "Call it before the strategy is made"),
-        ):
-            _cluster().run(run)
+        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+            train_with_late_determinism(_cluster(), 2, _fit_in)
 
     def test_an_outer_optimizer_takes_windows_of_a_fixed_length(self):
         outer = keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import threading
 from unittest import mock
 
 import keras
@@ -17,7 +16,7 @@ from hop_tf.runtime import ways as ways_module
 from hop_tf.runtime.autotuning import Autotuner, Setting
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
 from hop_tf.testing import InProcessCluster
-from support import scripted_choices
+from support import linear_loss, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -39,11 +38,6 @@ def _strategy(**settings):
     return make_strategy
 
 
-def _linear_loss(y_true, y_pred):
-    """Gradients do not depend on the weights: so training is synchronous training, however late they are merged."""
-    return tf.reduce_sum(y_true * y_pred, axis=-1)
-
-
 def _data():
     random = np.random.default_rng(1)
     shape = (_NUM_STEPS // 2 * _BATCH_SIZE, 6)
@@ -56,7 +50,7 @@ def _model():
 
 def _fit(optimizer, callbacks=(), epochs=2, **compile_args):
     model = _model()
-    model.compile(_OPTIMIZERS[optimizer](), _linear_loss, **compile_args)
+    model.compile(_OPTIMIZERS[optimizer](), linear_loss, **compile_args)
     model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
     return model
 
@@ -129,7 +123,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             with strategy.scope():
                 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, use_bias=False)])
                 model.set_weights([np.zeros((6, 2))])
-                model.compile(keras.optimizers.SGD(1.0), _linear_loss)
+                model.compile(keras.optimizers.SGD(1.0), linear_loss)
             model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
             (group,) = strategy.training.groups
             (reduction,) = group.exchange._reductions
@@ -174,18 +168,9 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((given._settings.pipeline_width, given._settings.algorithm), (2, "ring"))
 
     def test_operations_that_become_deterministic_too_late(self):
-        all_are_made = threading.Barrier(2)
-
-        def run(strategy):
-            all_are_made.wait(60)
-            is_deterministic.return_value = True
-            _fit_in(strategy, "momentum")
-
-        with (
-            mock.patch.object(choices, "is_deterministic", return_value=False) as is_deterministic,
-            self.assertRaisesRegex(ValueError, "Call it before the strategy is made"),
-        ):
-            InProcessCluster(2, _strategy(), timeout_seconds=60).run(run)
+        cluster = InProcessCluster(2, _strategy(), timeout_seconds=60)
+        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+            train_with_late_determinism(cluster, 2, lambda strategy: _fit_in(strategy, "momentum"))
 
     def test_ranks_with_one_setting_to_choose_from(self):
         """Two ranks have one algorithm. The times of all steps are heard all the same."""
@@ -204,7 +189,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             with strategy.scope():
                 models = [_model() for _ in range(2)]
                 for model in models:
-                    model.compile(_OPTIMIZERS["momentum"](), _linear_loss)
+                    model.compile(_OPTIMIZERS["momentum"](), linear_loss)
             for _ in range(3):
                 for model in models:
                     model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
@@ -256,7 +241,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
             with strategy.scope():
                 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
                 inner = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
-                model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0), _linear_loss)
+                model.compile(keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0), linear_loss)
             double = keras.callbacks.LambdaCallback(
                 on_train_batch_end=lambda batch, logs: model.set_weights([2 * each for each in model.get_weights()])
             )
@@ -299,7 +284,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         def fit():
             inputs = keras.Input((6,))
             model = Bounded(inputs, keras.layers.Dense(2, kernel_initializer="ones")(inputs))
-            model.compile(_OPTIMIZERS["momentum"](), _linear_loss)
+            model.compile(_OPTIMIZERS["momentum"](), linear_loss)
             model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
             return model.get_weights()
 
