@@ -65,13 +65,13 @@ class Times(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Numbers of steps that are measured, and half as many if they are long, because disturbances are short.
+    """Numbers of steps that are measured, and fewer if these are long, because disturbances are short.
 
     Attributes:
       skipped: Steps after a change that are not measured; twice as many before the first ones that are.
-      measured: Steps of each candidate that are.
+      measured: Steps of each candidate that are; half as many of the first one, which may be tried again.
       block: Steps of a block, of which the median counts.
-      long_seconds: A step that takes so long is long.
+      long_seconds: Of steps that take longer, fewer are skipped in proportion, and down to half as many measured.
     """
 
     skipped: int = 2
@@ -80,8 +80,8 @@ class Pace:
     long_seconds: float = 0.1
 
     def scaled(self, number: int, period: float) -> int:
-        """A number of steps of a candidate, if they take so long."""
-        return number if period < self.long_seconds else max(1, number // 2)
+        """A number of steps of a candidate, in proportion if they take long."""
+        return max(1, int(number * min(1.0, self.long_seconds / period)))
 
 
 def _call_it_pipe(width: int) -> str:
@@ -183,6 +183,7 @@ class Autotuner:
         # A program that has just begun is slow, and the first steps of a wider pipe wait for nothing.
         is_slow = self._is_exploring and not self._results
         self._num_skipped = self._pace.skipped * (2 if is_slow or self.setting.width > 1 else 1)
+        self._num_measured = -(-self._pace.measured // 2) if is_slow else self._pace.measured
         self._measured: list[Times] = []
 
     def own(self, times: Times, is_late: bool = False) -> np.ndarray:
@@ -220,13 +221,16 @@ class Autotuner:
             return
         # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
         times = Times(sum(periods), min(exchanges[rank] for rank in present) * len(present))
-        if self._age > self._num_rounds(self._num_skipped, times, at_least=2):
+        if self._age > self._num_rounds(self._scaled(self._num_skipped, times), at_least=2):
             self._measured.append(times)
             self._look()
 
-    def _num_rounds(self, number: int, times: Times, at_least: int) -> int:
-        """The rounds of so many steps of a candidate."""
-        number = self._pace.scaled(number, times.period) if self._is_exploring else number
+    def _scaled(self, number: int, times: Times) -> int:
+        """A number of steps, if ranks explore and steps take so long."""
+        return self._pace.scaled(number, times.period) if self._is_exploring else number
+
+    def _num_rounds(self, number: int, at_least: int) -> int:
+        """The rounds of so many steps."""
         return max(min(at_least, number), number // self._interval_of(self.setting.width))
 
     def _change_ranks(self, present: list[int], settled: int) -> None:
@@ -242,10 +246,11 @@ class Autotuner:
     def _look(self) -> None:
         """Something was measured: looks if that is enough to go on."""
         if self._is_exploring:
-            if len(self._measured) >= self._num_rounds(self._pace.measured, self._measured[-1], at_least=1):
+            number = max(self._scaled(self._num_measured, self._measured[-1]), self._num_measured // 2)
+            if len(self._measured) >= self._num_rounds(number, at_least=1):
                 self._note_results()
                 self._try_next()
-        elif len(self._measured) >= self._num_rounds(self._pace.block, self._measured[-1], at_least=3):
+        elif len(self._measured) >= self._num_rounds(self._pace.block, at_least=3):
             self._compare_block()
 
     def _note_results(self) -> None:
@@ -308,10 +313,14 @@ class Autotuner:
         return [each for each in self._settings if each.width in widths and self._narrowed(each) in self._results]
 
     def _is_worth_tracing(self, wide: Setting) -> bool:
-        """True if it would have saved, in the steps so far, what it takes to trace its graph."""
+        """True if it would have saved, in the steps so far, what it takes to trace its graph.
+
+        Only what it promises beyond `WORTHWHILE` counts, because it may turn out to save less.
+        """
         if not self._traces:
             return True
-        saved = self._seconds(self._best(self._candidates(may_widen=False))) - self._seconds(wide)
+        seconds = self._seconds(self._best(self._candidates(may_widen=False)))
+        saved = (1 - WORTHWHILE) * seconds - self._seconds(wide)
         return saved * self._num_steps >= _TIMES_TRACING * self._tracing_seconds
 
     def _try_wide(self) -> None:
