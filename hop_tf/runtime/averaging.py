@@ -15,6 +15,7 @@ Kale, Douillard and Donchev, arXiv 2502.12996.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
@@ -37,25 +38,31 @@ class Latest:
     def __init__(self, variables: Sequence[tf.Variable], number: int):
         self._kept = [[zeros_like(variable) for variable in variables] for _ in range(number)]
 
-    def newest(self, number: int | tf.Tensor | None = None) -> list[list[tf.Variable | tf.Tensor]]:
-        """The values that were pushed last, so many of them, the oldest first. Default: all.
+    def all(self) -> list[list[tf.Variable]]:
+        """All values, the oldest first."""
+        return self._kept
 
-        If the number is a tensor, others are zeros.
-        """
-        if number is None:
-            return self._kept
-        if isinstance(number, int):
-            return self._kept[len(self._kept) - number :]
-        are_new = [index < number for index in reversed(range(len(self._kept)))]
-        return [
-            [value * tf.cast(is_new, value.dtype) for value in values]
-            for is_new, values in zip(are_new, self._kept, strict=True)
-        ]
+    def add_newest(self, number: int | tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Emits the ops that add to some values those that were pushed last, so many of them."""
+        sums = list(values)
+        for age, kept in enumerate(reversed(self._kept)):
+            add = functools.partial(_sums, sums, kept)
+            if isinstance(number, int):
+                sums = add() if age < number else sums
+                continue
+            with tf.device("/cpu:0"):
+                is_new = number > age
+            sums = tf.cond(is_new, add, functools.partial(list, sums))
+        return sums
 
     def push(self, values: Sequence[tf.Tensor]) -> None:
         """Emits the ops that drop the oldest values, for these."""
         for older, newer in zip(self._kept, [*self._kept[1:], values], strict=False):
             assign_all(older, newer)
+
+
+def _sums(values: Sequence[tf.Tensor], others: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    return [value + tf.cast(other, value.dtype) for value, other in zip(values, others, strict=True)]
 
 
 def zeros_like(variable: tf.Variable) -> tf.Variable:

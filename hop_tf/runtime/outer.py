@@ -43,6 +43,7 @@ class OuterSteps:
       num_trained: How many are trained. An outer optimizer moves these; the others take the mean.
       max_newer: Most windows that may have ended when an older one is merged.
       optimizer: The outer optimizer, not built; None: means are added.
+      merges_at_ends: True if nothing of a rank's own changes is left over when `merge` is called. Default False.
 
     Attributes:
       optimizer: The outer optimizer.
@@ -56,10 +57,12 @@ class OuterSteps:
         num_trained: int,
         max_newer: int,
         optimizer: keras.optimizers.Optimizer | None = None,
+        merges_at_ends: bool = False,
     ):
         self._variables = variables
         self._num_trained = num_trained
         self.optimizer = optimizer
+        self._merges_at_ends = merges_at_ends
         self._changes = LateChanges(variables, values)
         self._own = Latest(variables, max_newer)
         # Names are the same where the step is traced within a condition, as that of a rank that joins.
@@ -113,19 +116,16 @@ class OuterSteps:
           share: Of the ranks whose window counts, as it has steps: these share the mean. Where there are none, the mean
             is added as it is, also where there is an outer optimizer.
         """
-        has_steps = share > 0
-        factor = tf.where(has_steps, 1 / share, 1.0)
-        means = [
-            tf.cast(mean, merged.dtype) * tf.cast(factor, merged.dtype)
-            for mean, merged in zip(means, self._merged, strict=True)
-        ]
+        with tf.device("/cpu:0"):
+            has_steps = share > 0
+            factor = tf.where(has_steps, 1 / share, 1.0)
+            is_shared_by_all = factor == 1.0
+        means = [tf.cast(mean, merged.dtype) for mean, merged in zip(means, self._merged, strict=True)]
+        means = tf.cond(is_shared_by_all, lambda: means, lambda: [mean * tf.cast(factor, mean.dtype) for mean in means])
         self._move(means, has_steps)
-        merged = [each.read_value() for each in self._merged]
-        sums = [
-            tf.add_n([total, *(tf.cast(own, total.dtype) for own in each)])
-            for total, *each in zip(merged, *self._own.newest(num_newer), strict=True)
-        ]
-        self._changes.rebase([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
+        sums = self._own.add_newest(num_newer, [each.read_value() for each in self._merged])
+        give = self._changes.replace if self._merges_at_ends else self._changes.rebase
+        give([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
 
     def _move(self, means: Sequence[tf.Tensor], has_steps: tf.Tensor) -> None:
         if self.optimizer is None:

@@ -160,7 +160,7 @@ class _OwnReplay(Replay):
         def advance() -> None:
             self.merge(mean, rate)
             optimizer = self._optimizer()
-            for gradients in self._own.newest():
+            for gradients in self._own.all():
                 update(optimizer, gradients, self._variables)
             # Of the batches whose gradients it accumulates, the optimizer is in the last one. Merged counts are of
             # updates.

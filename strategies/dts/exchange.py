@@ -71,6 +71,12 @@ class DTSSettings:
         """Most windows that are under way at a time."""
         return max(self.schedule_of(delay + 1).num_slots for delay in self.delays)
 
+    @property
+    def merges_at_ends(self) -> bool:
+        """True if windows are merged only when another one has just ended, and all of it was handed out."""
+        schedules = [self.schedule_of(delay + 1) for delay in self.delays]
+        return self.selection is None and all(each.delay % each.interval == 0 for each in schedules)
+
     def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
         """How windows may be averaged; see `list_ways`. What a selection leaves is sent as it is."""
         algorithm = "mesh" if self.algorithm == AUTO and self.selection is not None else self.algorithm
@@ -155,6 +161,7 @@ class DTSExchange(AveragingExchange):
             num_trained=len(context.trained),
             max_newer=settings.num_slots - 1,
             optimizer=outer_optimizer,
+            merges_at_ends=settings.merges_at_ends,
         )
         membership, packing = context.membership, context.packing
         ways = settings.ways(membership.world_size, num_encoded_bytes(packing.specs))

@@ -290,24 +290,35 @@ class DTSStrategy(ExchangeStrategy):
 
         Then all that is under way is merged before; the window that is merged last says which schedule it is.
         """
+        with tf.device("/cpu:0"):
+            num_newer = schedule.num_newer
+        width = self._merge(group, due, num_newer)
         if not group.exchange.changes_schedule:
-            self._merge(group, due, schedule.num_newer)
             return
         with tf.device("/cpu:0"):
-            num_ended, present = schedule.num_ended(num_steps), schedule.delay + 1
+            changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
+            num_ended = schedule.num_ended(num_steps)
 
-        def merge(window: tf.Tensor, end: tf.Tensor, changes: tf.Tensor, _: tf.Tensor) -> tuple:
-            with tf.device("/cpu:0"):
-                num_newer = num_ended - 1 - window
-            width = self._merge(group, window, num_newer)
-            with tf.device("/cpu:0"):
-                changes |= (width > 0) & (width != present)  # It is 0 in a step that was interrupted.
-                return window + 1, tf.where(changes, num_ended, end), changes, width
+        def merge_from(age: int, width: tf.Tensor) -> None:
+            """Merges the windows that have ended so much later, and begins with the width that the last one tells."""
 
-        *_, changes, width = tf.while_loop(
-            lambda window, end, *_: window < end, merge, [due, due + 1, tf.constant(False), present]
-        )
-        _when(changes, lambda: group.exchange.begin_windows(num_steps, num_ended, tf.maximum(width, 1)))
+            def begin() -> None:
+                with tf.device("/cpu:0"):
+                    group.exchange.begin_windows(num_steps, num_ended, tf.maximum(width, 1))
+
+            def merge_next() -> None:
+                with tf.device("/cpu:0"):
+                    window, num_after = due + age, num_newer - age
+                merge_from(age + 1, self._merge(group, window, num_after))
+
+            if age < self._settings.num_slots:
+                with tf.device("/cpu:0"):
+                    is_under_way = num_newer >= age
+                _when(is_under_way, merge_next, begin)
+            else:
+                begin()
+
+        _when(changes, lambda: merge_from(1, width))
 
     def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
@@ -388,11 +399,11 @@ def _checked_outer_optimizer(optimizer: object) -> str:
     return describe_optimizer(optimizer)
 
 
-def _when(condition: tf.Tensor, emit: Callable[[], object]) -> None:
-    """Emits ops that run where `condition` holds."""
+def _when(condition: tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
+    """Emits ops that run if `condition` holds, and others that run if it does not."""
 
-    def run() -> tf.Tensor:
+    def run(emit: Callable[[], object]) -> tf.Tensor:
         emit()
         return condition
 
-    tf.cond(condition, run, lambda: condition)
+    tf.cond(condition, functools.partial(run, emit), functools.partial(run, otherwise))

@@ -19,7 +19,8 @@ from tensorflow.python.framework import constant_op
 
 import hop_tf
 from hop_tf.tensors.fifo import enqueue_arrays
-from support import MEMBERS
+from hop_tf.testing import MultiProcessRunner
+from support import MEMBERS, NUM_RANKS, make_two_devices
 
 _OWN_THREADS = "hop_tf (?!rank)"  # Those of the test have the names of ranks.
 _RUN = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}  # Where the name of the operation is among the arguments.
@@ -112,6 +113,19 @@ def _fit(strategy):
         model.fit(np.ones((64, 8), np.float32), np.ones((64, 1), np.float32), batch_size=8, verbose=0)
 
 
+def _misplaced(name, settings):
+    """Trains in a process of its own; returns the operations that should be on the host.
+
+    If ranks were threads, each with eager operations on logical devices, TensorFlow would mix up their shapes.
+    """
+    make_two_devices()
+    with _GraphOperations() as operations:
+        strategy = MEMBERS[name].make(devices=["CPU:1"], **settings)
+        _fit(strategy)
+        strategy.shutdown()
+    return operations.of_host_values("CPU:1")
+
+
 class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(but=3)
@@ -144,9 +158,10 @@ class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):
     )
     @pytest.mark.stress(but=3)
     def test_steps_are_counted_on_the_host(self, name, settings):
-        with _GraphOperations() as operations:
-            MEMBERS[name].run(_fit, devices=["CPU:1"], **settings)
-        self.assertEmpty(operations.of_host_values("CPU:1"))
+        num_ps = MEMBERS[name].num_ps
+        with MultiProcessRunner(_misplaced, NUM_RANKS, num_ps=num_ps, args=(name, settings)) as runner:
+            values = runner.join().raise_for_errors().values
+        self.assertEqual(values, [[]] * NUM_RANKS)
 
 
 if __name__ == "__main__":
