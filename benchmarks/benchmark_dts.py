@@ -46,9 +46,9 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 import hop_tf
-from hop_tf import timing
-from hop_tf.emulation import ComputeEmulation
-from hop_tf.testing import network
+from hop_tf.tools import timing
+from hop_tf.tools.emulation import ComputeEmulation
+from hop_tf.tools.testing import network
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["scaling", "sites", "accuracy"], "What to run.")
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")

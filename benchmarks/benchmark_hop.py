@@ -58,8 +58,8 @@ import tensorflow as tf
 from absl import app, flags, logging
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation, Slowdown
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.emulation import ComputeEmulation, Slowdown
+from hop_tf.tools.testing import MultiProcessRunner
 from hop_tf.topology import Topology, resolve
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "server", "straggler", "death"], "What to run.")
@@ -334,7 +334,7 @@ def _measure(run: Run) -> Result:
     curves[..., 0] -= curves[:, 1, 0].min()
     slow = {slowdown.rank for slowdown in run.slowdowns}
     is_healthy = [rank not in slow for rank in range(world_size)]
-    simulated = hop_tf.simulate.hop(
+    simulated = hop_tf.tools.simulate.hop(
         topology=run.topology, world_size=world_size, num_steps=_NUM_STEPS.value, compute=run.compute, **run.settings
     )
     num_steps = _NUM_STEPS.value - _STEPS_PER_POINT
@@ -454,7 +454,7 @@ def _measure_slow_link(name: str) -> None:
         cases = [((), float(steps)) for steps in _SLOW_LINKS.value] + [((Slowdown(0, 4.0),), 0.0)]
         speeds = []
         for slowdowns, steps in cases:
-            result = hop_tf.simulate.hop(
+            result = hop_tf.tools.simulate.hop(
                 topology=topology,
                 world_size=topology.world_size,
                 num_steps=_NUM_STEPS.value,

@@ -14,8 +14,8 @@ import time
 
 from absl import app, flags
 
-from hop_tf.testing import network
-from hop_tf.testing.network.links import TCP_SHARE
+from hop_tf.tools.testing import network
+from hop_tf.tools.testing.network.links import TCP_SHARE
 
 _SECONDS = flags.DEFINE_float("seconds", 1.0, "Seconds for each rate, besides 8 round trips.")
 

@@ -39,9 +39,10 @@ import tensorflow as tf
 from absl import app, flags
 
 import hop_tf
-from hop_tf import collectives, timing
+from hop_tf import collectives
 from hop_tf.collectives import AllReduce
-from hop_tf.emulation import ComputeEmulation
+from hop_tf.tools import timing
+from hop_tf.tools.emulation import ComputeEmulation
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["timing", "accuracy"], "What to run.")
 _LINKS = flags.DEFINE_list("links", ["1e9", "100e6"], "Bits per second; needs root. Or loopback.")

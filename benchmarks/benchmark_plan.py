@@ -26,8 +26,8 @@ import tensorflow as tf
 from absl import app, flags
 
 import hop_tf
-from hop_tf import planning, timing
-from hop_tf.emulation import ComputeEmulation, Slowdown
+from hop_tf.tools import planning, timing
+from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 
 _LINK = flags.DEFINE_string("link", "100e6", "Bits per second of a host's link.")
 _QUEUE_BYTES = flags.DEFINE_integer("queue_bytes", 512_000, "Buffer in front of each link, as small switches have.")

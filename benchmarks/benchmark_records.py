@@ -29,9 +29,9 @@ import tensorflow as tf
 from absl import app, flags
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation
 from hop_tf.records import sampling
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.emulation import ComputeEmulation
+from hop_tf.tools.testing import InProcessCluster
 
 _RUNS = flags.DEFINE_integer("runs", 20, "Runs, each with new clusters.", lower_bound=1)
 _TURNS = flags.DEFINE_integer("turns", 60, "Turns of each cluster in a run, at least.", lower_bound=2)

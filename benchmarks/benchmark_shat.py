@@ -41,8 +41,8 @@ import shat_rates
 from absl import app, flags, logging
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation
-from hop_tf.testing import network
+from hop_tf.tools.emulation import ComputeEmulation
+from hop_tf.tools.testing import network
 
 _EXPERIMENTS = flags.DEFINE_list(
     "experiments", ["accuracy", "rates", "stragglers", "sharding", "death", "memory"], "What to run."

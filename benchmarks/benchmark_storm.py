@@ -40,8 +40,8 @@ from absl import app, flags
 from sklearn.datasets import load_digits
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner, stop_fork_server
-from hop_tf.testing.multi_process import MultiProcessError
+from hop_tf.tools.testing import MultiProcessRunner, stop_fork_server
+from hop_tf.tools.testing.multi_process import MultiProcessError
 
 _STRATEGIES = flags.DEFINE_list("strategies", ["pipe_sgd", "dts", "hop", "canary", "shat"], "Which ones.")
 _STEPS = flags.DEFINE_integer("steps", 180, "Steps of a training.", lower_bound=20)

@@ -25,12 +25,12 @@ from hop_tf import codecs
 from hop_tf.collectives import get_network
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.simulate import VirtualCluster
 from hop_tf.strategies.canary import colayers
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.simulate import VirtualCluster
 
 _SLOWDOWNS = flags.DEFINE_list("slowdowns", ["10", "22", "30"], "How much slower the last rank is, in `overtime`.")
 _THRESHOLDS = flags.DEFINE_list("thresholds", ["0:0", "16:10", "18:6", "4:10"], "s:p of `overtime`; 0:0 drops nothing.")

@@ -17,9 +17,9 @@ import models
 import numpy as np
 import results
 from absl import flags
+from dts_simulation import make_job
 
 from hop_tf import codecs
-from hop_tf.testing.dts_simulation import make_job
 
 _DATASET = flags.DEFINE_enum("dataset", "cifar10", ["cifar10", "fashion_mnist"], "What is trained for accuracy.")
 _CIFAR10 = flags.DEFINE_string(

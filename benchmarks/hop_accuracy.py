@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.emulation import ComputeEmulation
 from hop_tf.topology import Topology
 
 _STEPS_PER_RECORD = 5
@@ -30,7 +30,7 @@ class Training:
       packing: Where the weights lie in these vectors.
     """
 
-    simulation: hop_tf.simulate.HopSimulation
+    simulation: hop_tf.tools.simulate.HopSimulation
     recorded: Sequence[Mapping[int, np.ndarray]]
     packing: Packing
 
@@ -104,12 +104,12 @@ def train(
         return velocities[rank].copy()
 
     (initial,) = packing.pack(weights)
-    result = hop_tf.simulate.hop(
+    result = hop_tf.tools.simulate.hop(
         topology=topology,
         world_size=topology.world_size,
         num_steps=num_steps,
         compute=compute,
-        problem=hop_tf.simulate.Problem(initial.numpy(), change),
+        problem=hop_tf.tools.simulate.Problem(initial.numpy(), change),
         sending_seconds=sending_seconds,
         **settings,
     )

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from hop_tf.processes.local_cluster import PortReservation
-from hop_tf.testing import network
+from hop_tf.tools.processes.local_cluster import PortReservation
+from hop_tf.tools.testing import network
 
 LOOPBACK = "loopback"
 

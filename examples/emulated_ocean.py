@@ -12,7 +12,7 @@ import json
 import os
 import sys
 
-from hop_tf.testing import network
+from hop_tf.tools.testing import network
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--round_trip_seconds", type=float, default=0.2, help="time of a message and its answer")

@@ -26,7 +26,7 @@ _PUBLIC = {
     "SnapshotOptions": "hop_tf.strategies.shat.server.snapshots",
     "Topology": "hop_tf.topology",
     "callbacks": "hop_tf.callbacks",
-    "cluster_from_environment": "hop_tf.launchers.environment",
+    "cluster_from_environment": "hop_tf.tools.launchers.environment",
     "codecs": "hop_tf.codecs",
     "emulation": "hop_tf.emulation",
     "errors": "hop_tf.errors",

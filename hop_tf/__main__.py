@@ -14,12 +14,12 @@ from hop_tf.version import __version__
 # Each command is a module with `main(argv) -> int`, imported when it is asked for. It imports TensorFlow, which takes
 # seconds, when it has read its arguments.
 _COMMANDS = {
-    "launch": ("hop_tf.commands.launch", "start a training script on several workers, here or over ssh"),
-    "timeline": ("hop_tf.commands.timeline", "write one trace of all ranks, from what they have recorded"),
-    "diagnose": ("hop_tf.commands.diagnose", "say where the time of a job went, and what would help"),
-    "supervise": ("hop_tf.commands.supervise", "show what the ranks of a running job do"),
-    "plan": ("hop_tf.commands.plan", "start it, measure, and tell which strategy suits it best"),
-    "serve": ("hop_tf.commands.serve", "be a parameter server, until the workers are done"),
+    "launch": ("hop_tf.tools.commands.launch", "start a training script on several workers, here or over ssh"),
+    "timeline": ("hop_tf.tools.commands.timeline", "write one trace of all ranks, from what they have recorded"),
+    "diagnose": ("hop_tf.tools.commands.diagnose", "say where the time of a job went, and what would help"),
+    "supervise": ("hop_tf.tools.commands.supervise", "show what the ranks of a running job do"),
+    "plan": ("hop_tf.tools.commands.plan", "start it, measure, and tell which strategy suits it best"),
+    "serve": ("hop_tf.tools.commands.serve", "be a parameter server, until the workers are done"),
 }
 
 

@@ -22,6 +22,7 @@ _INTERFACES = "HOP_TF_INTERFACES"
 # Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`. What
 # it prints: the best settings, all, or all as JSON.
 PLAN_VARIABLE = "HOP_TF_PLAN"
+STEP_SECONDS_VARIABLE = "HOP_TF_STEP_SECONDS"  # Of emulated compute.
 PLAN_KINDS = ("1", "all", "json")
 # A file for the stacks of this process's threads, should it wait for long: the launcher names one.
 STACKS_VARIABLE = "HOP_TF_STACKS"

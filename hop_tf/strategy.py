@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import json
 import math
 import numbers
-import os
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.arguments import check_choice, check_integer, checked_batch_shares, describe_batch_shares
+from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
 from hop_tf.collectives import AllReduce
 from hop_tf.errors import ClusterConfigError
@@ -29,14 +27,15 @@ from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
-from hop_tf.launchers.names import check_own_name
-from hop_tf.options import PLAN_KINDS, PLAN_VARIABLE, CommunicationOptions, checked_options, rank_folder
+from hop_tf.options import CommunicationOptions, checked_options, rank_folder
 from hop_tf.records import make_recorder
+from hop_tf.runtime.plugins import requested_plugins
 from hop_tf.runtime.profiling import StepProfiler
 from hop_tf.runtime.report import ReportWriter, static_identity
 from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.training import TrainingRun
 from hop_tf.runtime.worker import Worker
+from hop_tf.transport.own_name import check_own_name
 
 
 class ExchangeStrategy(tf.distribute.Strategy, Scheme):
@@ -113,21 +112,22 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         patience_seconds = _checked_patience(patience_seconds, self._options.timeout_seconds, continue_without_lost)
         if cluster.world_size > 1 and cluster.make_transport is None:
             check_own_name(cluster.all_addresses, cluster.number, self._options.timeout_seconds)
+        self._plugins = requested_plugins(cluster.rank, cluster.world_size)
         self.training = TrainingRun(
             self,
             rank=cluster.rank,
             world_size=cluster.world_size,
             skips_steps=skips_steps,
             joins_at_once=joins_at_once,
-            after_fit=self._show_plan,
+            after_fit=self._after_fit,
             write_report=lambda: self._writer.write(),
             shares=shares,
             roster=roster,
             may_fall_behind=patience_seconds is not None,
+            plugins=self._plugins,
         )
         super().__init__(make_extended(self, self.training, devices))
         self.training.replicas.num_devices = len(self.extended.worker_devices)
-        self._plan_kind = _plan_kind()
         self._recorder = None
         if cluster.world_size > 1 or servers:
             self._recorder = make_recorder(
@@ -416,20 +416,9 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         """Concatenates a tensor of all ranks along `axis`, in their order; see `reduce`."""
         return super().gather(value, axis)
 
-    def _show_plan(self) -> None:
-        """Does what `hop_tf plan` asks for, once."""
-        kind, self._plan_kind = self._plan_kind, None
-        if kind is not None:
-            importlib.import_module("hop_tf.commands.plan").show(self, kind)  # By its name: commands know strategies.
-
-
-def _plan_kind() -> str | None:
-    """Which plan `hop_tf plan` asks for; None: it does not."""
-    kind = os.environ.get(PLAN_VARIABLE, "")
-    if kind in ("", "0"):
-        return None
-    check_choice(PLAN_VARIABLE, kind, PLAN_KINDS)
-    return kind
+    def _after_fit(self) -> None:
+        for plugin in self._plugins:
+            plugin.after_fit(self)
 
 
 def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, strategy: str) -> Cluster:

@@ -2,7 +2,10 @@
 
 import ast
 import itertools
+import os
 import pathlib
+import subprocess
+import sys
 
 import networkx as nx
 from absl.testing import absltest
@@ -10,7 +13,12 @@ from absl.testing import absltest
 import hop_tf
 
 _PACKAGE = pathlib.Path(hop_tf.__file__).parent
-_MAX_FLAT_FILES = 12
+_MAX_FLAT_FILES = 15
+# Names by which programs import tools; and the command line.
+_DOORS = {
+    *("hop_tf.__main__", "hop_tf.emulation", "hop_tf.integrations.ray", "hop_tf.planning", "hop_tf.simulate"),
+    *("hop_tf.testing", "hop_tf.timing"),
+}
 
 
 def _modules():
@@ -40,9 +48,9 @@ def _imports(path, modules):
 
 
 def _room(module):
-    """The folder that a module lies in; a strategy is a folder of its own."""
+    """The folder that a module lies in; each strategy and each tool has one of its own."""
     parts = module.split(".")
-    return ".".join(parts[: 3 if parts[1:2] == ["strategies"] else 2])
+    return ".".join(parts[: 3 if parts[1:2] in (["strategies"], ["tools"]) else 2])
 
 
 class ArchitectureTest(absltest.TestCase):
@@ -63,7 +71,7 @@ class ArchitectureTest(absltest.TestCase):
                 "hop_tf.strategy",
                 "hop_tf.strategies.hop.exchange",
                 "hop_tf.ops.native",
-                "hop_tf.integrations.ray.backend",
+                "hop_tf.tools.ray.backend",
             },
             self.modules,
         )
@@ -88,13 +96,26 @@ class ArchitectureTest(absltest.TestCase):
         ]
         self.assertEmpty(found)
 
-    def test_integrations_are_imported_by_users_alone(self):
+    def test_training_does_without_tools(self):
         found = [
             (one, other)
             for one, other in self.arrows
-            if _room(other) == "hop_tf.integrations" and _room(one) != "hop_tf.integrations"
+            if other.startswith("hop_tf.tools") and not one.startswith("hop_tf.tools") and one not in _DOORS
         ]
         self.assertEmpty(found)
+
+    def test_a_training_loads_no_tool(self):
+        """Unless the environment asks for one: see `hop_tf.runtime.plugins`."""
+        code = (
+            "import sys, keras, numpy, hop_tf\n"
+            "with hop_tf.HopStrategy().scope(): model = keras.Sequential([keras.layers.Dense(1)])\n"
+            "model.compile('sgd', 'mse')\n"
+            "model.fit(numpy.ones((4, 2)), numpy.ones((4, 1)), verbose=0)\n"
+            "print([name for name in sys.modules if name.startswith('hop_tf.tools')])"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+        self.assertEqual(run.stdout.splitlines()[-1:], ["[]"], run.stderr)
 
     def rooms_that_import(self, *prefixes):
         found = set()
@@ -109,8 +130,8 @@ class ArchitectureTest(absltest.TestCase):
     def test_private_parts_of_keras_and_tensorflow_are_known_in_one_folder(self):
         self.assertEqual(self.rooms_that_import("keras.src", "tensorflow.python"), {"hop_tf.keras_hook"})
 
-    def test_what_extras_bring_is_imported_by_integrations_alone(self):
-        self.assertEqual(self.rooms_that_import("ray"), {"hop_tf.integrations"})
+    def test_ray_is_imported_by_its_tool_alone(self):
+        self.assertEqual(self.rooms_that_import("ray"), {"hop_tf.tools.ray"})
 
 
 if __name__ == "__main__":

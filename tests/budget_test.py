@@ -20,7 +20,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import MEMBERS, NUM_RANKS
 
 _NUM_INPUTS, _NUM_OUTPUTS = 64, 32

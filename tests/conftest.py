@@ -24,8 +24,8 @@ import psutil
 import pytest
 import tensorflow
 
-from hop_tf.simulate.scheduler import DeadlockError, Scheduler
-from hop_tf.testing import start_fork_server, stop_fork_server
+from hop_tf.tools.simulate.scheduler import DeadlockError, Scheduler
+from hop_tf.tools.testing import start_fork_server, stop_fork_server
 
 # Two devices, before TensorFlow is used: see `strategies/devices_test.py`.
 tensorflow.config.set_logical_device_configuration(

@@ -36,7 +36,7 @@ def _anchors(page):
 
 def _exists(name):
     """Whether `hop_tf.a.b` can be imported, or reached by attributes from what can."""
-    if name.startswith("hop_tf.integrations.ray") and not _HAS_RAY:
+    if name.startswith(("hop_tf.tools.ray", "hop_tf.integrations.ray")) and not _HAS_RAY:
         return True  # It is seen where that is installed.
     first, *rest = name.split(".")[1:]
     found = hop_tf

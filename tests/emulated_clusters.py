@@ -10,8 +10,8 @@ import pathlib
 import numpy as np
 
 from hop_tf.records import Recorder, make_recorder
-from hop_tf.simulate.rank_loops import OwnSeconds
-from hop_tf.simulate.training import Links, simulate_training
+from hop_tf.tools.simulate.rank_loops import OwnSeconds
+from hop_tf.tools.simulate.training import Links, simulate_training
 from hop_tf.topology import resolve
 
 _FIRST_TIME = 1.7e9
@@ -129,7 +129,7 @@ class EmulatedCluster:
 
         Args:
           log_dir: Where records go; None: nowhere.
-          change: A `hop_tf.diagnosis.Change`. Default: none.
+          change: A `hop_tf.tools.diagnosis.Change`. Default: none.
         """
         recorders = []
         first = 4 * self.settings["delay"] + self.settings["interval"] if self.strategy == _DTS else 3

@@ -52,6 +52,7 @@ def _installed_files():
         for pattern in ("*.py", "*.proto", "py.typed")
         for path in sorted((_ROOT / folder).rglob(pattern))
         if (path.parent / "__init__.py").exists()  # Not the helpers beside native sources.
+        and "testing/network" not in path.as_posix()  # Emulated networks are not packed.
     }
 
 
@@ -61,7 +62,7 @@ def _modules():
     return {
         file: path
         for file, path in _installed_files().items()
-        if file.endswith(".py") and (has_ray or not file.startswith("hop_tf/integrations/ray/"))
+        if file.endswith(".py") and (has_ray or not file.startswith(("hop_tf/tools/ray/", "hop_tf/integrations/ray")))
     }
 
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 
-from hop_tf.processes.local_cluster import PortReservation
+from hop_tf.tools.processes.local_cluster import PortReservation
 
 _DEADLINE_SECONDS = 60.0
 _PRIVILEGE_SEPARATION = "/run/sshd"

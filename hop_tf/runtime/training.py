@@ -19,7 +19,6 @@ from hop_tf.keras_hook.backup_agreement import BackupAgreement
 from hop_tf.keras_hook.context import refuse_xla
 from hop_tf.keras_hook.data import DataSharding
 from hop_tf.keras_hook.determinism import refuse_times
-from hop_tf.keras_hook.emulated_compute import EmulatedCompute
 from hop_tf.keras_hook.hooks import TrainingHooks
 from hop_tf.keras_hook.interrupts import on_keyboard_interrupt
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, tf_variables, use_ema
@@ -38,6 +37,7 @@ from hop_tf.runtime.final_weights import FinalWeights
 from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.missed_steps import MissedSteps
 from hop_tf.runtime.passed_steps import PassedSteps
+from hop_tf.runtime.plugins import Plugin
 from hop_tf.runtime.refusals import (
     check_optimizer,
     refuse_assignments,
@@ -74,6 +74,7 @@ class TrainingRun(TrainingHooks):
       shares: What part of a batch each rank takes. Default: all parts are equal, and no rank weighs its rows.
       roster: The ranks that share each batch, where others share the rows of a lost rank. Default: all ranks share it.
       may_fall_behind: True if the others may go on without this rank, and let it join them again. Default False.
+      plugins: Tools that take part. Default: none.
 
     Attributes:
       worker: This rank among the others; None in a world of one without servers: then steps are left as they are.
@@ -98,8 +99,10 @@ class TrainingRun(TrainingHooks):
         shares: BatchShares | None = None,
         roster: Roster | None = None,
         may_fall_behind: bool = False,
+        plugins: Sequence[Plugin] = (),
     ):
         self._scheme = scheme
+        self._plugins = plugins
         self._after_fit = after_fit
         self._write_report = write_report
         self._rank = rank
@@ -122,7 +125,6 @@ class TrainingRun(TrainingHooks):
         self._settled_at = -1  # After how many steps sums were settled in a custom loop.
         self.statistics = StepStatistics()
         self.records = StepRecords()
-        self._emulated_compute = EmulatedCompute.from_environment(rank, world_size)
         # For each optimizer, by the identities of the variables that it updates together.
         self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
         self._phase = Phase.OUTSIDE
@@ -155,8 +157,8 @@ class TrainingRun(TrainingHooks):
 
     def close(self, error: BaseException | None = None) -> None:
         """Leaves the cluster for good; `error` is what has ended a custom loop, if anything did."""
-        if self._emulated_compute is not None:
-            self._emulated_compute.close()
+        for plugin in self._plugins:
+            plugin.close()
         self.records.close()
         if self.worker is not None:
             self.worker.close("its process ended", error)
@@ -487,7 +489,7 @@ class TrainingRun(TrainingHooks):
     def enter_step(self, trace: StepTrace) -> None:
         """Gives the model rank 0's initial values, before its first step."""
         refuse_times(
-            emulates=self._emulated_compute is not None,
+            emulates=self._delays_gradients,
             measures=self.shares is not None and self.shares.is_automatic and trace.model is not None,
         )
         if self._rows is not None:
@@ -506,7 +508,7 @@ class TrainingRun(TrainingHooks):
         if self.worker is not None:
             trace.read_states()
             self._assignments.begin_step(trace, in_fit=self._is_in_fit(trace))
-        if self._emulated_compute is not None:
+        if self._delays_gradients:
             with trace.when_data_is_here():
                 trace.started_at = tf.timestamp()
         if tf.executing_eagerly():
@@ -551,7 +553,11 @@ class TrainingRun(TrainingHooks):
     @property
     def replaces_gradients(self) -> bool:
         """Whether a step is not left as it is."""
-        return self.worker is not None or self._emulated_compute is not None
+        return self.worker is not None or self._delays_gradients
+
+    @property
+    def _delays_gradients(self) -> bool:
+        return any(plugin.delays_gradients for plugin in self._plugins)
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
         """Runs the scheme's half of the graph; returns the gradients to apply."""
@@ -565,10 +571,11 @@ class TrainingRun(TrainingHooks):
         if trace.num_updates == 0:  # With several optimizers, one step has several updates.
             self.statistics.count_step()
         trace.num_updates += 1
-        if self._emulated_compute is not None and trace.started_at is not None:
+        if trace.started_at is not None:
             times = 1.0 if self.shares is None else self.shares.times_equal
             times *= 1.0 if self.roster is None else self.roster.growth()
-            gradients = self._emulated_compute.delay(trace.started_at, gradients, times)
+            for plugin in self._plugins:
+                gradients = plugin.delay(trace.started_at, gradients, times)
         if self.worker is None:
             return gradients
         if self._rows is not None and trace.num_updates == 1:

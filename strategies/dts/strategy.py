@@ -37,10 +37,9 @@ from hop_tf.runtime.replica_state import describe_optimizer
 from hop_tf.runtime.shares import refuse_float16
 from hop_tf.runtime.ways import Way
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
-from hop_tf.strategies.dts.windows import Schedule, largest
+from hop_tf.strategies.dts.windows import MAX_WINDOWS, Schedule, largest
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import TensorSpec
-from hop_tf.timing.dts import MAX_WINDOWS
 
 _MAX_STEPS = 2**31 - 1
 

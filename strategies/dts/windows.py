@@ -11,10 +11,17 @@ import tensorflow as tf
 
 from hop_tf.codecs import TopK
 from hop_tf.runtime.autotuning import Setting
-from hop_tf.timing.dts import MAX_WINDOWS, num_windows
+
+# Each window under way has a thread and an all-reduce, and holds what it hands out.
+MAX_WINDOWS = 100
 
 # A threshold is sought among about so many values; all of them in models that have fewer.
 _SAMPLE_SIZE = 1 << 17
+
+
+def num_windows(delay: int, interval: int) -> int:
+    """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
+    return -(-delay // interval) + 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.commands import launch  # noqa: F401  (marks this module as one that starts processes)
+from hop_tf.tools.commands import launch  # noqa: F401  (marks this module as one that starts processes)
 
 _SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "benchmark_delay.py"
 _HAS_SOURCES = len(list(pathlib.Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))) > 100

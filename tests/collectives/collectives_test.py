@@ -9,9 +9,9 @@ from hop_tf.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from hop_tf.membership import Membership, tree_neighbors
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.simulate import VirtualCluster
-from hop_tf.testing.transports import TransportTestMixin
+from hop_tf.tools.simulate import VirtualCluster
 from hop_tf.transport import GrpcTransport
+from support.transports import TransportTestMixin
 
 
 def _run(world_size, operation):

@@ -13,10 +13,10 @@ from hop_tf import codecs
 from hop_tf.collectives import get_algorithm
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.membership import Interrupted
-from hop_tf.simulate.virtual import VirtualCluster
-from hop_tf.testing.logs import logging_disabled
+from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.transport.base import Message
 from support import IS_STRESS
+from support.logs import logging_disabled
 
 _GROUP = "group"
 _NUM_RANKS = 4

@@ -11,8 +11,8 @@ from hop_tf.collectives import get_algorithm
 from hop_tf.membership import Membership, ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.testing.transports import TransportTestMixin
 from hop_tf.transport import TcpTransport
+from support.transports import TransportTestMixin
 
 _NUM_RANKS, _NUM_STEPS = 4, 12
 _OPTIONS = CommunicationOptions()

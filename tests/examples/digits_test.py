@@ -7,7 +7,7 @@ import unittest
 
 from absl.testing import absltest
 
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "digits.py"
 _MISSING = [name for name in ("sklearn", "rich") if importlib.util.find_spec(name) is None]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import pytest
 from absl.testing import absltest, parameterized
 
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 

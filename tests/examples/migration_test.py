@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from absl.testing import absltest, parameterized
 
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _TUTORIAL = pathlib.Path(__file__).parent / "tutorial.py"
 _PAGES = pathlib.Path(__file__).parents[2] / "docs" / "migration"

@@ -13,7 +13,7 @@ import tempfile
 import pytest
 from absl.testing import absltest
 
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _NOTEBOOK = pathlib.Path(__file__).parents[2] / "examples" / "from_a_notebook.ipynb"
 _WRITE, _COMMAND = "%%writefile ", "!"

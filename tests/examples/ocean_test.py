@@ -12,8 +12,8 @@ import unittest
 import pytest
 from absl.testing import absltest
 
-from hop_tf.testing import MultiProcessRunner, network
-from hop_tf.testing.network.namespaces import enter
+from hop_tf.tools.testing import MultiProcessRunner, network
+from hop_tf.tools.testing.network.namespaces import enter
 
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 _REASON = network.available()

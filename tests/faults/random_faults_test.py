@@ -26,7 +26,7 @@ from absl.testing import absltest, parameterized
 import hop_tf
 from faults.kinds import KINDS, LINKS, TIMEOUT_SECONDS, TOKEN, FailingLinks, files_again, happen, happen_within
 from hop_tf.errors import HopError
-from hop_tf.testing import MultiProcessError, MultiProcessRunner, network
+from hop_tf.tools.testing import MultiProcessError, MultiProcessRunner, network
 from support import MEMBERS, Member
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))

@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.keras_hook.shuffling import Shuffled, draw_seed
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _NUM_ROWS = 50
 _BATCH_SIZE = 8

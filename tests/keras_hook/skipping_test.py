@@ -12,7 +12,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.keras_hook.skipping import StepSkipping
 from hop_tf.strategies.hop.exchange import REDUCTION, HopExchange
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _NUM_STEPS = 4
 _STRAGGLER = 1

@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 
 import kubernetes_pods as pods
 from hop_tf.cluster import Cluster
-from hop_tf.launchers import environment
+from hop_tf.tools.launchers import environment
 
 _ROOT = pathlib.Path(__file__).parents[2]
 _SCHEMAS = json.loads(pathlib.Path(__file__).with_name("schemas.json").read_text())

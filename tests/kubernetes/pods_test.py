@@ -17,7 +17,7 @@ from absl.testing import absltest
 
 import kubernetes_pods
 import private_network
-from hop_tf.processes.group import ProcessServer  # noqa: F401  (tells that processes are started)
+from hop_tf.tools.processes.group import ProcessServer  # noqa: F401  (tells that processes are started)
 from support import start_program
 
 _ROOT = pathlib.Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
-from hop_tf.simulate import VirtualCluster
+from hop_tf.tools.simulate import VirtualCluster
 from hop_tf.transport.base import Message, PeerStatus, Transport
 from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
 from hop_tf.transport.outbox import Outbox

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.errors import PeerLostError
 from hop_tf.options import CommunicationOptions
-from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.tools.simulate.virtual import VirtualCluster
 from support import error_of
 
 _CUT_AT, _ENDS_AT = 2.0, 100.0

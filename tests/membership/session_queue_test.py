@@ -4,7 +4,7 @@ from absl.testing import absltest
 
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import SessionQueue
-from hop_tf.simulate import VirtualCluster
+from hop_tf.tools.simulate import VirtualCluster
 
 
 class SessionQueueTest(absltest.TestCase):

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hop_tf.errors import DeadlineExceededError
 from hop_tf.membership import Silence
 from hop_tf.options import CommunicationOptions
-from hop_tf.simulate.virtual import VirtualCluster
+from hop_tf.tools.simulate.virtual import VirtualCluster
 
 
 class SilenceTest(tf.test.TestCase):

@@ -17,7 +17,7 @@ from hop_tf.records import Kind, make_recorder, recorded, recorder
 from hop_tf.records.events import EVENT, NONE, PACKER
 from hop_tf.records.log import read_job
 from hop_tf.records.sampling import most_recorded
-from hop_tf.testing.transports import wait_until
+from support.transports import wait_until
 
 _DEADLINE_SECONDS = 60.0
 _ABOUT = {"number": 0, "rank": 0, "num_ranks": 1, "num_servers": 0, "strategy": "S"}

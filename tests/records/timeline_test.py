@@ -15,12 +15,12 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.commands import timeline as command
 from hop_tf.records import Kind, recorder
 from hop_tf.records.events import NONE
 from hop_tf.records.log import read_job
 from hop_tf.records.timeline import to_trace
-from hop_tf.testing import InProcessCluster, MultiProcessRunner
+from hop_tf.tools.commands import timeline as command
+from hop_tf.tools.testing import InProcessCluster, MultiProcessRunner
 from support import MEMBERS, NUM_RANKS
 
 _NUM_STEPS = 12

@@ -15,9 +15,9 @@ from hop_tf.runtime.epoch_ends import EpochEnds
 from hop_tf.runtime.metrics import EpochMetrics, means_of, numeric, sums_of
 from hop_tf.runtime.stop_agreement import QUEUE as STOPS_QUEUE
 from hop_tf.runtime.stop_agreement import StopAgreement
-from hop_tf.simulate import VirtualCluster
-from hop_tf.testing.logs import logging_disabled
+from hop_tf.tools.simulate import VirtualCluster
 from support import IS_STRESS
+from support.logs import logging_disabled
 
 _STEP = struct.Struct("<q")
 _STRIDE = 1 if IS_STRESS else 5  # `make test` tries so many fewer events.

@@ -21,12 +21,12 @@ from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
-from hop_tf.simulate.virtual import VirtualCluster, VirtualMonitor
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tensors.packing import Packing, TensorSpec
-from hop_tf.testing.logs import logging_disabled
+from hop_tf.tools.simulate.virtual import VirtualCluster, VirtualMonitor
 from support import IS_STRESS
+from support.logs import logging_disabled
 
 _GROUP = "group"
 _NUM_RANKS = 4

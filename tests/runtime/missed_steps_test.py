@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 from support import OneWeight
 
 _WORLD_SIZE, _BATCHES, _EPOCHS = 2, 6, 3

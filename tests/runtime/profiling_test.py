@@ -11,8 +11,8 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.commands.launch_options import make_parser, read_options
 from hop_tf.options import PROFILE_VARIABLE, parse_profile_steps
+from hop_tf.tools.commands.launch_options import make_parser, read_options
 
 
 class ProfilingTest(tf.test.TestCase, parameterized.TestCase):

@@ -9,7 +9,7 @@ from absl.testing import parameterized
 from hop_tf.errors import PeerLostError
 from hop_tf.runtime.rank_collectives import RankCollectives
 from hop_tf.runtime.replica_state import ReplicaState
-from hop_tf.simulate import VirtualCluster
+from hop_tf.tools.simulate import VirtualCluster
 
 _NUM_RANKS = 7  # Rank 6 is the child of rank 2, and that of rank 0.
 _CALLS = {

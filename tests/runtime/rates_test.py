@@ -12,7 +12,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.errors import HopError
 from hop_tf.runtime.rates import CommonRate
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import fewer_steps
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)

@@ -29,8 +29,8 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.curves import find_curve
 from hop_tf.runtime.report import ReportWriter, StepStatistics, static_identity
-from hop_tf.testing import MultiProcessRunner
-from hop_tf.testing.transports import wait_until
+from hop_tf.tools.testing import MultiProcessRunner
+from support.transports import wait_until
 
 _DEADLINE_SECONDS = 90.0
 # As TensorBoard sorts them, those of Hop.

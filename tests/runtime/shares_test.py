@@ -7,7 +7,7 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.keras_hook.shares import AUTO, BatchShares
 from hop_tf.runtime.shares import QUEUE, RowStatistics, ShareAgreement, shares_of
-from hop_tf.simulate import VirtualCluster
+from hop_tf.tools.simulate import VirtualCluster
 
 
 def _run(world_size, body, **arguments):

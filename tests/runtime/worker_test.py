@@ -20,11 +20,11 @@ from hop_tf.cluster import Cluster
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFailedError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.options import STACKS_VARIABLE, CommunicationOptions
-from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.runtime.exchange import Exchange, Incoming
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.worker import Worker
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.processes.local_cluster import PortReservation
+from hop_tf.tools.testing import MultiProcessRunner
 from support import error_of
 
 _DEADLINE_SECONDS = 30.0

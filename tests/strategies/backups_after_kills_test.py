@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _SEED = os.environ.get("HOP_TF_SCHEDULE_SEED")
 _NUM_RANKS, _NUM_KILLS = 2, 3 if _SEED is None else 20

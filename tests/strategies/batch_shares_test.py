@@ -13,9 +13,9 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation, Slowdown
 from hop_tf.errors import MismatchError
 from hop_tf.runtime.shares import WARMUP_STEPS
+from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 from support import MEMBERS, NUM_RANKS, Member, StopRank1, fewer_steps, linear_loss
 
 _RATE = 0.05

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 import support
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 from support import ON_TWO_DEVICES, TWO_DEVICES, make_two_devices
 
 MEMBERS = {**support.MEMBERS, **ON_TWO_DEVICES}

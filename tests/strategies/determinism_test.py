@@ -12,10 +12,10 @@ from absl.testing import absltest, parameterized
 from tensorflow.python.framework import config
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation
 from hop_tf.records import Kind
 from hop_tf.records.log import read_job
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.emulation import ComputeEmulation
+from hop_tf.tools.testing import InProcessCluster
 from support import MEMBERS, TWO_DEVICES
 
 _NUM_ROWS = 60

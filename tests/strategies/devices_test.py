@@ -22,7 +22,7 @@ from tensorflow.python.ops import nccl_ops
 import hop_tf
 from hop_tf.keras_hook import devices
 from hop_tf.options import DEVICES_VARIABLE
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import NUM_RANKS, ON_TWO_DEVICES, TWO_DEVICES, linear_loss
 
 _NUM_ROWS = 24

@@ -39,7 +39,6 @@ from hop_tf.runtime.exchange import Exchange, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.runtime.ways import Way
-from hop_tf.simulate import VirtualCluster, VirtualMonitor
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.strategies.canary.layout import Layout
@@ -53,8 +52,9 @@ from hop_tf.strategies.shat.server.server import ParameterServer
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.tensors.fifo import SimulatedFifo
 from hop_tf.tensors.packing import Packing, TensorSpec
-from hop_tf.testing.logs import logging_disabled
+from hop_tf.tools.simulate import VirtualCluster, VirtualMonitor
 from hop_tf.topology import resolve
+from support.logs import logging_disabled
 
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]

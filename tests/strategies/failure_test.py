@@ -28,8 +28,8 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.membership import Membership
-from hop_tf.processes.local_cluster import PortReservation
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.processes.local_cluster import PortReservation
+from hop_tf.tools.testing import MultiProcessRunner
 
 _TIMEOUT_SECONDS = 4.0
 # Until all processes have said what is wrong, and are gone, also on a busy machine: still half of the default timeout.

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _NUM_RANKS, _FROZEN = 4, 1
 _BEGIN, _NUM_STEPS_FROZEN, _NUM_STEPS = 30, 100, 220

@@ -19,7 +19,7 @@ from tensorflow.python.framework import constant_op
 
 import hop_tf
 from hop_tf.tensors.fifo import enqueue_arrays
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 from support import MEMBERS, NUM_RANKS, make_two_devices
 
 _OWN_THREADS = "hop_tf (?!rank)"  # Those of the test have the names of ranks.

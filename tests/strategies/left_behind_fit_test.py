@@ -13,7 +13,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import PeerLostError
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _NUM_RANKS, _VICTIM, _TELLER = 3, 0, 2
 _BATCH_SIZE, _NUM_STEPS, _NUM_EPOCHS = 6, 24, 4

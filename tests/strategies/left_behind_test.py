@@ -15,7 +15,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _NUM_RANKS = 3

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _NUM_RANKS = 5
 _NEWCOMER, _VICTIM = 1, 2

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.testing import InProcessCluster, MultiProcessRunner
+from hop_tf.tools.testing import InProcessCluster, MultiProcessRunner
 
 _NUM_RANKS = 3
 _VICTIM = 1

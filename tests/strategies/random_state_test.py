@@ -14,7 +14,7 @@ from absl.testing import absltest, parameterized
 from tensorflow.python.eager import context as tensorflow_context
 
 import hop_tf
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import MEMBERS, NUM_RANKS, ON_TWO_DEVICES, TWO_DEVICES
 
 _ROWS = 16  # Of a replica, in a step.

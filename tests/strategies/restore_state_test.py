@@ -17,7 +17,7 @@ from hop_tf.callbacks import AtomicBackupAndRestore
 from hop_tf.errors import HopError, PeerFailedError
 from hop_tf.keras_hook import backup_agreement
 from hop_tf.keras_hook.backups import write_files
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import MEMBERS, error_of
 
 _ROWS = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)

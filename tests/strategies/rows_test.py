@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.testing import InProcessCluster, MultiProcessRunner
+from hop_tf.tools.testing import InProcessCluster, MultiProcessRunner
 from support import StopRank1, linear_loss
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))

@@ -17,7 +17,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import MEMBERS, TWO_DEVICES
 
 _NUM_ROWS = 32

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import ClusterConfigError, PeerLostError
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 from support import MEMBERS, error_of
 
 

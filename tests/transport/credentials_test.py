@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 import hop_tf
-from hop_tf.processes.local_cluster import PortReservation
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.processes.local_cluster import PortReservation
+from hop_tf.tools.testing import MultiProcessRunner
 from hop_tf.transport import GrpcTransport
 
 _NUM_STEPS = 8

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.membership import membership_pb2
-from hop_tf.simulate import VirtualCluster
 from hop_tf.tensors.buffers import BufferPool
+from hop_tf.tools.simulate import VirtualCluster
 from hop_tf.transport import control_pb2
 from hop_tf.transport.base import Message
 from hop_tf.transport.checksum import NoChecksums

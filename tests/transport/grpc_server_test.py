@@ -11,7 +11,11 @@ import numpy as np
 from absl.testing import absltest
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import (
+from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server, strangers
+from hop_tf.transport.checksum import NoChecksums
+from hop_tf.transport.framing import FrameKind
+from hop_tf.transport.grpc_link import METHOD
+from support.transports import (
     DEADLINE_SECONDS,
     TransportTestMixin,
     make_hello,
@@ -19,10 +23,6 @@ from hop_tf.testing.transports import (
     split_address,
     wait_until,
 )
-from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server, strangers
-from hop_tf.transport.checksum import NoChecksums
-from hop_tf.transport.framing import FrameKind
-from hop_tf.transport.grpc_link import METHOD
 
 
 class ExecutorTest(absltest.TestCase):

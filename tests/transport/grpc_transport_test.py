@@ -19,7 +19,12 @@ from absl.testing import absltest, parameterized
 import hop_tf
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import (
+from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport.grpc_link import GrpcLink, _Connection
+from hop_tf.transport.handshake import CONTROL_LANE
+from hop_tf.transport.outbox import Outbox
+from hop_tf.transport.peer import Peer
+from support.transports import (
     DEADLINE_SECONDS,
     Collector,
     Proxy,
@@ -27,11 +32,6 @@ from hop_tf.testing.transports import (
     split_address,
     wait_until,
 )
-from hop_tf.transport import GrpcTransport, TcpTransport
-from hop_tf.transport.grpc_link import GrpcLink, _Connection
-from hop_tf.transport.handshake import CONTROL_LANE
-from hop_tf.transport.outbox import Outbox
-from hop_tf.transport.peer import Peer
 
 
 def number(index):

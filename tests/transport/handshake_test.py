@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from hop_tf.errors import MismatchError
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import DEADLINE_SECONDS, TransportTestMixin, wait_until
 from hop_tf.transport import GrpcTransport, TcpTransport, handshake
 from hop_tf.transport.certificates import names_host
 from hop_tf.transport.framing import PROTOCOL_VERSION
+from support.transports import DEADLINE_SECONDS, TransportTestMixin, wait_until
 
 
 class GreetingTest(TransportTestMixin, absltest.TestCase):

@@ -7,7 +7,11 @@ import numpy as np
 from absl.testing import absltest
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import (
+from hop_tf.transport import TcpTransport, control_pb2, framing
+from hop_tf.transport.connection import Connection
+from hop_tf.transport.framing import FrameKind
+from hop_tf.transport.proof import parse
+from support.transports import (
     DEADLINE_SECONDS,
     Proxy,
     TransportTestMixin,
@@ -16,10 +20,6 @@ from hop_tf.testing.transports import (
     split_address,
     wait_until,
 )
-from hop_tf.transport import TcpTransport, control_pb2, framing
-from hop_tf.transport.connection import Connection
-from hop_tf.transport.framing import FrameKind
-from hop_tf.transport.proof import parse
 
 _TOKEN = "correct horse battery staple"
 _WITH_TOKEN = CommunicationOptions(cluster_token=_TOKEN)

@@ -6,9 +6,9 @@ import unittest.mock
 
 from absl.testing import absltest
 
-from hop_tf.testing.transports import wait_until
 from hop_tf.transport import lending
 from hop_tf.transport.lending import Lending
+from support.transports import wait_until
 
 
 class LendingTest(absltest.TestCase):

@@ -5,8 +5,8 @@ import threading
 import numpy as np
 from absl.testing import absltest
 
-from hop_tf.testing.transports import wait_until
 from hop_tf.transport.outbox import Outbox
+from support.transports import wait_until
 
 
 def _unchecked(waited_seconds):

@@ -11,8 +11,8 @@ from absl.testing import absltest
 
 from hop_tf.records import Kind, make_recorder
 from hop_tf.records.log import read_job
-from hop_tf.testing.transports import TransportTestMixin, wait_until
 from hop_tf.transport import GrpcTransport, InProcessTransport, TcpTransport, grpc_server
+from support.transports import TransportTestMixin, wait_until
 
 
 class RecordsContract(TransportTestMixin):

@@ -10,19 +10,19 @@ import unittest.mock
 import grpc
 from absl.testing import absltest
 
-from hop_tf.testing.transports import (
-    DEADLINE_SECONDS,
-    TransportTestMixin,
-    make_hello,
-    split_address,
-    wait_until,
-)
 from hop_tf.transport import TcpTransport, framing, proof, strangers
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.reports import REPORT_METHOD, ReportReader
 from hop_tf.transport.strangers import MAX_STRANGERS, GuessLimit, Strangers, source_of
+from support.transports import (
+    DEADLINE_SECONDS,
+    TransportTestMixin,
+    make_hello,
+    split_address,
+    wait_until,
+)
 
 
 class StrangersTest(absltest.TestCase):

@@ -11,7 +11,12 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import (
+from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, strangers, tcp_link
+from hop_tf.transport.checksum import Checksums
+from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
+from hop_tf.transport.framing import FrameKind
+from hop_tf.transport.tcp_link import TcpLink
+from support.transports import (
     DEADLINE_SECONDS,
     Proxy,
     TransportTestMixin,
@@ -20,11 +25,6 @@ from hop_tf.testing.transports import (
     split_address,
     wait_until,
 )
-from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, strangers, tcp_link
-from hop_tf.transport.checksum import Checksums
-from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
-from hop_tf.transport.framing import FrameKind
-from hop_tf.transport.tcp_link import TcpLink
 
 
 class TcpTransportTest(TransportTestMixin, parameterized.TestCase):

@@ -7,9 +7,9 @@ from absl.testing import absltest
 
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.options import CommunicationOptions
-from hop_tf.testing.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, wait_until
 from hop_tf.transport import GrpcTransport, InProcessNetwork, InProcessTransport, TcpTransport
 from hop_tf.transport.outbox import MAX_MESSAGES
+from support.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, wait_until
 
 
 def number(index):

@@ -4,8 +4,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import PeerLostError
-from hop_tf.testing.transports import TransportTestMixin, wait_until
 from hop_tf.transport import GrpcTransport, TcpTransport
+from support.transports import TransportTestMixin, wait_until
 
 
 class RestartTest(TransportTestMixin, parameterized.TestCase):

@@ -8,9 +8,9 @@ from absl.testing import absltest
 
 from hop_tf.errors import HopError
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.testing.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, wait_until
 from hop_tf.transport import GrpcTransport, InProcessTransport, TcpTransport
 from hop_tf.transport.outbox import MAX_MESSAGES
+from support.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, wait_until
 
 
 def number(index):

@@ -16,7 +16,7 @@ from hop_tf.collectives import Mesh
 from hop_tf.runtime import choices
 from hop_tf.runtime.autotuning import Autotuner, Setting, Times
 from hop_tf.runtime.ways import Way
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import scripted_choices, train_with_late_determinism
 
 _NUM_STEPS, _BATCH_SIZE = 24, 12

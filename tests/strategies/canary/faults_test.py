@@ -21,13 +21,13 @@ from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
-from hop_tf.simulate import Fault
-from hop_tf.simulate.rejoining import catch_up
-from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds, ranks_of
 from hop_tf.strategies.canary.layout import Layout
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.simulate import Fault
+from hop_tf.tools.simulate.rejoining import catch_up
+from hop_tf.tools.simulate.virtual import VirtualCluster
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "40"))
 _GROUP, _SESSION = "simulated", 1

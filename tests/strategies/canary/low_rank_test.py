@@ -10,11 +10,11 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.membership import Interrupted
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.simulate.virtual import VirtualCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _M, _K = 128, 160
 _SPECS = [TensorSpec("bias", (_K,), tf.float32), TensorSpec("kernel", (_M, _K), tf.float32)]

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _NUM_STEPS = 60
 _BATCH_SIZE = 12

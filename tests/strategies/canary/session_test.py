@@ -12,8 +12,8 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
-from hop_tf.testing.transports import TransportTestMixin, wait_until
 from hop_tf.transport import GrpcTransport, InProcessTransport, TcpTransport
+from support.transports import TransportTestMixin, wait_until
 
 _SHORT = hop_tf.CommunicationOptions(progress_timeout_seconds=0.3)
 

@@ -23,13 +23,13 @@ from hop_tf.membership import membership_pb2
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.simulate.virtual import VirtualCluster
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds, bit_of
 from hop_tf.strategies.canary.layout import Layout
 from hop_tf.strategies.canary.messages import CONTRIBUTION_BYTES, Channel, MessageKind
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.transport.framing import MAX_HEADER_BYTES
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "40"))

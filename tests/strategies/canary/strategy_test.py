@@ -15,10 +15,10 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.collectives import BCube, get_network
 from hop_tf.errors import MismatchError
-from hop_tf.processes.local_cluster import PortReservation
 from hop_tf.strategies.canary.exchange import AsyncSettings
 from hop_tf.strategies.canary.gei import Thresholds
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.processes.local_cluster import PortReservation
+from hop_tf.tools.testing import InProcessCluster
 from support import fewer_steps
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)

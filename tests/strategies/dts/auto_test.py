@@ -20,7 +20,7 @@ from hop_tf.runtime.autotuning import Setting
 from hop_tf.runtime.joining import Joining
 from hop_tf.strategies.dts.exchange import DTSSettings
 from hop_tf.strategies.dts.windows import Courses
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import linear_loss, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {

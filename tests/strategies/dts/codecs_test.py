@@ -14,7 +14,7 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.collectives.operation import Operation
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _SHAPE = (6, 16)
 _ROWS_OF_RANK = 2

@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _NUM_STEPS = 13
 _SHAPE = (3, 4)

@@ -11,9 +11,9 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.arguments import identity_of
 from hop_tf.errors import PeerLostError
-from hop_tf.testing import InProcessCluster
-from hop_tf.testing.references import State, adam, late_windows, sgd
+from hop_tf.tools.testing import InProcessCluster
 from support import fewer_steps
+from support.references import State, adam, late_windows, sgd
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 60

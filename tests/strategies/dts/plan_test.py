@@ -9,12 +9,13 @@ import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf import codecs, timing
+from hop_tf import codecs
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.simulate import VirtualCluster
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools import timing
+from hop_tf.tools.simulate import VirtualCluster
 
 _WORLD_SIZE = 4
 _NUM_VALUES = 100_000

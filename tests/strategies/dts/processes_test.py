@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import hop_tf
-from hop_tf.testing import network
+from hop_tf.tools.testing import network
 
 _BATCH_SIZE = 4
 _NUM_STEPS = 50

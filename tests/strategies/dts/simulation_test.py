@@ -1,5 +1,6 @@
 """The simulation with which accuracies are compared ends with the weights that `fit` under `DTSStrategy` ends with."""
 
+import dts_simulation
 import keras
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.testing import InProcessCluster, dts_simulation
+from hop_tf.tools.testing import InProcessCluster
 
 _WORLD_SIZE = 2
 _BATCH_SIZE = 8

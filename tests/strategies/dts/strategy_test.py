@@ -14,9 +14,9 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.errors import PeerLostError
 from hop_tf.strategies.dts.exchange import DTSExchange
-from hop_tf.testing import InProcessCluster
-from hop_tf.testing.references import adam, int8, late_windows, mesh_mean, sgd, truncate16
+from hop_tf.tools.testing import InProcessCluster
 from support import OwnOptimizers, Unused, fewer_steps, linear_loss, two_kernels
+from support.references import adam, int8, late_windows, mesh_mean, sgd, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 60

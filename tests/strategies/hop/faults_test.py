@@ -16,13 +16,13 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLostError
-from hop_tf.simulate import Fault, Problem, rank_loops
-from hop_tf.simulate.hop_training import Job
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors import fifo as queues
-from hop_tf.testing.logs import logging_disabled
+from hop_tf.tools.simulate import Fault, Problem, rank_loops
+from hop_tf.tools.simulate.hop_training import Job
 from hop_tf.topology import resolve
 from support import IS_STRESS
+from support.logs import logging_disabled
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "50"))
 _STRIDE = 5 if IS_STRESS else 37  # Events from one death to the next, in the small jobs.

@@ -16,10 +16,10 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.diagnosis import diagnose
 from hop_tf.records import Kind, recorder
 from hop_tf.records.log import read_job
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.diagnosis import diagnose
+from hop_tf.tools.testing import MultiProcessRunner
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _BATCH_SIZE = 8

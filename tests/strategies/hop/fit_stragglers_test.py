@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 from support import OneWeight
 
 _WORLD_SIZE = 3

@@ -13,7 +13,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _WORLD_SIZE = 2
 _BATCH_SIZE = 8

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _WORLD_SIZE = 3
 _ROWS_PER_RANK = 4

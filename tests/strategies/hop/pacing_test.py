@@ -5,7 +5,6 @@ import tensorflow as tf
 
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.simulate import Scheduler, VirtualMonitor
 from hop_tf.strategies.hop.absence import Absence
 from hop_tf.strategies.hop.exchange import HopExchange
 from hop_tf.strategies.hop.pacing import TokenPacing
@@ -13,6 +12,7 @@ from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, SimulatedFifo
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.simulate import Scheduler, VirtualMonitor
 from hop_tf.topology import resolve
 from hop_tf.transport.base import PeerStatus
 

@@ -14,10 +14,10 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.emulation import ComputeEmulation, Slowdown
-from hop_tf.simulate import Fault, Problem
-from hop_tf.simulate.hop_training import Job
 from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.tools.emulation import ComputeEmulation, Slowdown
+from hop_tf.tools.simulate import Fault, Problem
+from hop_tf.tools.simulate.hop_training import Job
 from hop_tf.topology import resolve
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "80"))
@@ -109,7 +109,7 @@ class _Schedule:
                 seen[rank, step] = x
             return self.changes[rank, step]
 
-        return hop_tf.simulate.hop(
+        return hop_tf.tools.simulate.hop(
             topology=self.topology,
             world_size=self.topology.world_size,
             num_steps=self.num_steps,
@@ -359,7 +359,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
         ("notify_ack", {"synchronization": "notify_ack"}, [0, 1, 2, 2]),
     )
     def test_gaps_of_table_1_are_reached(self, settings, expected):
-        result = hop_tf.simulate.hop(
+        result = hop_tf.tools.simulate.hop(
             topology=nx.path_graph(4),
             world_size=4,
             num_steps=20,
@@ -371,7 +371,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
     def test_the_bound_of_memory_is_reached(self):
         """The first rank is slow; its neighbors' updates of five iterations wait for it, and it does for none."""
         for faults in ((), [Fault(0, 45.0, 100.0)]):  # Started again when the others have ended, it gets none.
-            result = hop_tf.simulate.hop(
+            result = hop_tf.tools.simulate.hop(
                 topology="complete",
                 world_size=3,
                 num_steps=40,
@@ -384,7 +384,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_who_jumps_in_a_directed_graph_stays_where_in_neighbors_are(self):
         """Its out-neighbors are further ahead of it than its in-neighbors, who wait for it, can get."""
-        result = hop_tf.simulate.hop(
+        result = hop_tf.tools.simulate.hop(
             topology=_directed(8, (1, 3)),
             world_size=8,
             num_steps=40,
@@ -399,7 +399,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_notify_ack_holds_the_sender_back(self):
         """On a directed ring 0 -> 1 -> 2 -> 0, rank 0 gets 2 ahead of a slow rank 1 (section 3.3)."""
-        result = hop_tf.simulate.hop(
+        result = hop_tf.tools.simulate.hop(
             topology=nx.DiGraph([(0, 1), (1, 2), (2, 0)]),
             world_size=3,
             num_steps=10,
@@ -533,12 +533,12 @@ class WorthTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(self._speed("ring_based", compute, settings), 1 / 1.15)
 
     def _speed(self, topology, compute, settings):
-        result = hop_tf.simulate.hop(topology=topology, world_size=16, num_steps=80, compute=compute, **settings)
+        result = hop_tf.tools.simulate.hop(topology=topology, world_size=16, num_steps=80, compute=compute, **settings)
         return result.iterations_per_second.mean()
 
     @pytest.mark.slow
     def test_hundreds_of_ranks(self):
-        result = hop_tf.simulate.hop(
+        result = hop_tf.tools.simulate.hop(
             topology="ring_based", world_size=120, num_steps=5, compute=lambda rank: iter([1.0 + (rank == 9)] * 5)
         )
         # Who is two steps away from the slow rank notices it two steps later.
@@ -561,7 +561,7 @@ def _table_1(schedule):
 
 def _simulate(**arguments):
     defaults = {"topology": "ring", "world_size": 4, "num_steps": 3, "compute": lambda rank: iter([1.0] * 3)}
-    return hop_tf.simulate.hop(**{**defaults, **arguments})
+    return hop_tf.tools.simulate.hop(**{**defaults, **arguments})
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):

@@ -14,7 +14,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _STEP_SECONDS = 0.1
 _HEADER_BYTES = 24  # What is longer is an update.
@@ -31,7 +31,7 @@ def _run(update_seconds, num_steps=100, **settings):
     def sending_seconds(sender, receiver, num_bytes):
         return update_seconds if (sender, receiver) == (0, 1) and num_bytes > _HEADER_BYTES else 0.0
 
-    return hop_tf.simulate.hop(
+    return hop_tf.tools.simulate.hop(
         topology="ring_based",
         world_size=8,
         num_steps=num_steps,

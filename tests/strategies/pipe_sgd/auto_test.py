@@ -15,7 +15,7 @@ from hop_tf.runtime import choices
 from hop_tf.runtime import ways as ways_module
 from hop_tf.runtime.autotuning import Autotuner, Setting
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 from support import linear_loss, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {

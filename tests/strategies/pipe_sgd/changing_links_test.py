@@ -18,11 +18,11 @@ from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.gradients import specs_beside
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way
-from hop_tf.simulate import VirtualCluster
-from hop_tf.simulate.training import Links
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.tensors.fifo import SimulatedFifo
 from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.simulate import VirtualCluster
+from hop_tf.tools.simulate.training import Links
 
 _GROUP, _SESSION = "group", 1
 _NUM_RANKS = 3

@@ -15,7 +15,7 @@ import tensorflow as tf
 import hop_tf
 from hop_tf.collectives import all_reduce
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _BATCH_SIZE = 12
 _NUM_STEPS = 24

@@ -12,9 +12,9 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.errors import HopError
 from hop_tf.runtime import replay
-from hop_tf.testing import InProcessCluster
-from hop_tf.testing.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
+from hop_tf.tools.testing import InProcessCluster
 from support import OwnOptimizers, fewer_steps, linear_loss, two_kernels
+from support.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 30

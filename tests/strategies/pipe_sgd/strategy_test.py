@@ -15,9 +15,9 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.collectives import all_reduce
-from hop_tf.testing import InProcessCluster
-from hop_tf.testing.references import int8, mesh_mean, plain_mean, truncate16
+from hop_tf.tools.testing import InProcessCluster
 from support import Unused, error_of, fewer_steps, linear_loss
+from support.references import int8, mesh_mean, plain_mean, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 

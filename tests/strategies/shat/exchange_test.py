@@ -17,7 +17,6 @@ from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerLo
 from hop_tf.membership import waiting
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.simulate import VirtualCluster
 from hop_tf.strategies.shat import servers as shat_servers
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import server as server_module
@@ -27,6 +26,7 @@ from hop_tf.strategies.shat.server.group import ServedGroup
 from hop_tf.strategies.shat.server.server import PUSH, REPLY, ParameterServer
 from hop_tf.strategies.shat.state import announce_offers
 from hop_tf.tensors import payloads
+from hop_tf.tools.simulate import VirtualCluster
 from hop_tf.transport import InProcessTransport
 from hop_tf.transport.base import Message
 from shat_threads import GROUP, NUM_VALUES, RATE, SETTINGS, ShatThreads, ShatWorker

@@ -18,7 +18,7 @@ from hop_tf.strategies.shat.server.state import ShardState
 from hop_tf.tensors import payloads
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 from hop_tf.transport.base import Message
 
 _NUM_WORKERS = 3

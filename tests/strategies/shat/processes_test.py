@@ -17,7 +17,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.testing import MultiProcessRunner
+from hop_tf.tools.testing import MultiProcessRunner
 
 _BATCH_SIZE = 6
 _NUM_STEPS = 40

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _NUM_STEPS, _BATCH_SIZE = 12, 8

@@ -20,7 +20,7 @@ from hop_tf.keras_hook.optimizers import slots_of
 from hop_tf.strategies import shat
 from hop_tf.strategies.shat.server import snapshots as snapshots_module
 from hop_tf.strategies.shat.state import GroupState
-from hop_tf.testing import InProcessCluster
+from hop_tf.tools.testing import InProcessCluster
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _NUM_WORKERS = 2

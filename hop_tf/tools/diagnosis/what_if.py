@@ -1,0 +1,375 @@
+"""`WhatIf`: how long a step would take with other settings, shares, ranks or links, by simulation.
+
+What ranks have done on their own, step by step, and how fast messages went is taken from the records. The strategies'
+own protocols then run with these on a virtual clock: see `hop_tf.simulate.training`. That is believed only where it
+finds, with the settings that the job has, about the step that was recorded. By how much it misses that one, it is taken
+to miss others:
+
+    step  =  simulated step  *  recorded step / simulated step with the settings that the job has
+
+Rates that were never seen are not known; see `hop_tf.tools.diagnosis.sending`. So a prediction says too little of a
+change rather than too much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from hop_tf import codecs
+from hop_tf.arguments import checked_batch_shares
+from hop_tf.errors import HopError
+from hop_tf.records.log import JobLog
+from hop_tf.tools.diagnosis.calls import kept_settings, tell_call
+from hop_tf.tools.diagnosis.links import Link
+from hop_tf.tools.diagnosis.sending import lone_rates, sending_rates
+from hop_tf.tools.diagnosis.settings import read_settings, settings_in_effect
+from hop_tf.tools.diagnosis.steps import Steps
+
+# By how much the simulation may miss the recorded step where anything is to be concluded from it.
+MOST_ERROR = 0.15
+# Time is no reason for a change that saves less than this share of a step.
+LEAST_GAIN = 0.05
+# Kinds of findings that communication has caused.
+OF_LINKS = ("bandwidth", "latency", "communication")
+# A simulation makes so many steps at most, and fewer of many ranks, each of which sends to all others; it takes a
+# second then. Fewer than the least say little.
+_MOST_STEPS, _LEAST_STEPS, _MOST_PAIRS = 100, 25, 6400
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something to change, and what comes of it.
+
+    Attributes:
+      text: What to write, such as "hop_tf.PipeSGDStrategy(codec='int8')", with what is to stay.
+      strategy: Name of the strategy.
+      settings: Its arguments.
+      batch_shares: What part of a batch each rank takes; None: equal ones.
+      step_seconds: How long a step would take, the mean over steps and ranks. Iterations that are jumped over count.
+    """
+
+    text: str
+    strategy: str
+    settings: Mapping[str, object]
+    batch_shares: Sequence[float] | None = None
+    step_seconds: float = math.nan
+
+
+class WhatIf:
+    """Simulates the job of some records with changes.
+
+    Args:
+      job: The records.
+      steps: By place in `JobLog.processes`, the steps of the ranks.
+      links: Those that `measure_links` has found.
+      step_seconds: How long a step takes.
+
+    Attributes:
+      strategy: The job's strategy.
+      given: Its settings, as the program gave them; None where they are not recorded.
+      settings: The same, with what ranks have chosen in the place of "auto".
+      present: A step with the settings that the job has: `step_seconds`.
+    """
+
+    def __init__(
+        self, job: JobLog, steps: Mapping[int, Steps], links: Mapping[tuple[int, int], Link], step_seconds: float
+    ):
+        self._job = job
+        self._steps = list(steps.values())
+        self.present = step_seconds
+        self._world_size = len(self._steps)
+        self._places = {index: place for place, index in enumerate(steps)}
+        self._measured = links
+        self._links = {tuple(self._places.get(end) for end in ends): link for ends, link in links.items()}
+        about = job.ranks[0].about
+        self.strategy = str(about.get("strategy"))
+        self.given = read_settings(about)
+        self.settings = None if self.given is None else settings_in_effect(self.given, job.ranks[0].lines)
+        self._num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
+        # Who jumps over steps has made fewer.
+        num_recorded = max(len(each.begin) for each in self._steps)
+        self._num_steps = min(_MOST_STEPS, _MOST_PAIRS // self._world_size**2, num_recorded)
+        self._num_processes = int(about["num_ranks"]) + int(about["num_servers"])
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether there is no `problem`."""
+        return not self.problem
+
+    @functools.cached_property
+    def problem(self) -> str:
+        """Why the job cannot be simulated, or that it does not take then what it took; empty: it does."""
+        if self.settings is None or not self._num_values:
+            return "the records do not tell the strategy's settings"
+        if self.strategy not in _candidates_of:
+            return f"{self.strategy} is not simulated"
+        if not self._world_size == self._num_processes > 1:
+            return f"steps of {self._world_size} processes are recorded, in a job of {self._num_processes}"
+        if self._num_steps < _LEAST_STEPS:
+            return f"too few steps are recorded, or there are too many ranks: {self._num_steps} would be simulated"
+        try:
+            share = self._simulated_present / self.present
+        except (TypeError, ValueError) as error:  # A topology that has no name, say.
+            return str(error)
+        if abs(share - 1) > MOST_ERROR:
+            return f"with the settings that the job has, a simulated step takes {share:.0%} of its time"
+        return ""
+
+    @functools.cached_property
+    def _simulated_present(self) -> float:
+        return self._simulate()
+
+    def expect(self, *arguments, **changed) -> float:
+        """A step with changes, arguments of `_simulate`; nan where nothing is trusted, or they cannot be simulated."""
+        if not self.is_trusted:
+            return math.nan
+        try:
+            return self._simulate(*arguments, **changed) * self.present / self._simulated_present
+        except ValueError:  # Where the job is too small for it, say.
+            return math.nan
+
+    def like_others(self, index: int) -> float:
+        """A step if a rank did on its own what others do, each taken in turn; nan where nothing is trusted.
+
+        Args:
+          index: The rank's place in `JobLog.processes`.
+        """
+        return self.expect(own_like_others=self._places[index])
+
+    def with_links(self, slow: Sequence[Link], **known: float) -> float:
+        """A step if some links had another rate or latency; nan where nothing is trusted.
+
+        Args:
+          slow: The links.
+          **known: `bytes_per_second` or `round_trip_seconds` that they would have.
+        """
+        return self.expect(links={tuple(self._places.get(end) for end in link.ends): known for link in slow})
+
+    def changes(self, kinds: Sequence[tuple[str, bool]], most: int = 2) -> list[Change]:
+        """What helps most, the best first; changes that gain about the same in the order of `_candidates_of`.
+
+        Args:
+          kinds: What was found: `Finding.kind`, and `is_always`.
+          most: How many are wanted.
+        """
+        if not kinds or not self.is_trusted:
+            return []
+        found = [each for each in self._simulated(kinds) if each.step_seconds < (1 - LEAST_GAIN) * self.present]
+        best: list[Change] = []
+        while found and len(best) < most:
+            shortest = min(change.step_seconds for change in found)
+            chosen = next(change for change in found if change.step_seconds <= (1 + LEAST_GAIN) * shortest)
+            best.append(chosen)
+            # A later one is worth a word if it gains as much in another way.
+            found = [each for each in found if _way(each) != _way(chosen)]
+        return best
+
+    def _simulated(self, kinds: Sequence[tuple[str, bool]]) -> Iterator[Change]:
+        """The candidates with their steps."""
+        for kind, is_always in kinds:
+            for change in self._candidates(kind, is_always):
+                seconds = self.expect(change.strategy, change.settings, change.batch_shares)
+                if math.isnan(seconds):
+                    continue
+                yield dataclasses.replace(change, step_seconds=seconds)
+                if kind in OF_LINKS and seconds < (1 + LEAST_GAIN) * self._most_own:
+                    break  # No communication is left to hide, and later ones change training more.
+
+    @functools.cached_property
+    def _most_own(self) -> float:
+        """What the slowest rank does on its own in a step."""
+        return max(float(np.mean(each.own)) for each in self._steps)
+
+    def _candidates(self, kind: str, is_always: bool) -> Iterator[Change]:
+        if kind == "compute" and is_always and self.settings.get("batch_shares") is None:
+            yield self._with_shares()
+        for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
+            if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
+                # Ranks would choose anew a setting that the call does not name.
+                whole = {**kept_settings(self.strategy, self.settings, strategy), **settings}
+                yield Change(tell_call(strategy, whole), strategy, whole)
+
+    def _with_shares(self) -> Change:
+        speeds = np.array([1 / np.mean(each.compute) for each in self._steps])
+        percents = np.maximum(1, np.round(100 * speeds / speeds.sum())).astype(int).tolist()
+        shares = list(checked_batch_shares(percents, self._world_size))
+        whole = {**kept_settings(self.strategy, self.given, self.strategy), "batch_shares": shares}
+        return Change(tell_call(self.strategy, whole), self.strategy, self.settings, shares)
+
+    def _simulate(
+        self,
+        strategy: str | None = None,
+        settings: Mapping[str, object] | None = None,
+        batch_shares: Sequence[float] | None = None,
+        own_like_others: int | None = None,
+        links: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
+    ) -> float:
+        """A simulated step.
+
+        Args:
+          strategy: Name of the strategy. Default: the job's.
+          settings: Its arguments. Default: the job's.
+          batch_shares: What part of a batch each rank takes. Default: as it was.
+          own_like_others: A rank that does on its own what others do.
+          links: What is known of changed links, by their ends; see `with_links`.
+
+        Raises:
+          ValueError: If that is not possible, or ranks fail or wait for ever.
+        """
+        from hop_tf.tools.simulate.scheduler import DeadlockError
+        from hop_tf.tools.simulate.training import simulate_training
+
+        strategy, settings = strategy or self.strategy, self.settings if settings is None else settings
+        # Ranks send once in a window. All steps that are recorded count alike.
+        interval = _interval(settings) if strategy == "DTSStrategy" else 1
+        num_rounds = math.ceil(_LEAST_STEPS * interval / self._num_steps)
+        try:
+            return simulate_training(
+                strategy,
+                settings,
+                world_size=self._world_size,
+                num_steps=num_rounds * self._num_steps,
+                own=lambda rank: self._own(rank, batch_shares, own_like_others),
+                links=self._all_links(links or {}),
+                num_values=self._num_values,
+            ).step_seconds
+        except (DeadlockError, HopError) as error:
+            raise ValueError(f"the simulation of {strategy} fails: {error}") from error
+
+    def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
+        """What a rank has done in its last recorded steps, one by one; again, where there are too few."""
+        from hop_tf.tools.simulate.rank_loops import OwnSeconds
+
+        times_equal = 1.0 if batch_shares is None else batch_shares[rank] / np.mean(batch_shares)
+        others = [other for other in range(self._world_size) if other != rank]
+        for number in itertools.count():
+            of_rank = rank if rank != own_like_others else others[number % len(others)]
+            steps = self._steps[of_rank]
+            first = max(0, len(steps.begin) - self._num_steps)
+            step = first + number % (len(steps.begin) - first)
+            yield OwnSeconds(
+                compute=float(steps.compute[step]) * times_equal,
+                input=float(steps.input[step]),
+                update=float(steps.other[step]),
+                callbacks=float(steps.callbacks[step] + steps.validation[step]),
+            )
+
+    def _all_links(self, changed: Mapping[tuple[int, int], Mapping[str, float]]):
+        """All links, and the cards of all ranks; those that no message has taken are like the median of the others."""
+        from hop_tf.tools.simulate.training import Links
+
+        shape = (self._world_size, self._world_size)
+        latency = np.full(shape, _median([each.round_trip_seconds for each in self._links.values()], 0.0) / 2)
+        rate = np.full(shape, _median(list(self._rates.values()), math.inf))
+        usual_card = _median(list(self._cards.values()), math.inf)
+        card = np.array([self._cards.get(rank, usual_card) for rank in range(self._world_size)])
+        for way, known in self._rates.items():
+            rate[way] = known
+        for ends, link in self._links.items():
+            round_trip = changed.get(ends, {}).get("round_trip_seconds", link.round_trip_seconds)
+            for way in (ends, ends[::-1]) if None not in ends else ():
+                if not math.isnan(round_trip):
+                    latency[way] = round_trip / 2
+                if way not in self._rates and way[::-1] in self._rates:
+                    rate[way] = self._rates[way[::-1]]
+                if "bytes_per_second" in changed.get(ends, {}):
+                    rate[way] = changed[ends]["bytes_per_second"]
+                    # Beside a slow link, a card was not seen to send all that it can.
+                    card[way[0]] = max(card[way[0]], usual_card)
+        return Links(latency, rate, card)
+
+    @functools.cached_property
+    def _rates(self) -> dict[tuple[int, int], float]:
+        """Of links, by sender and receiver."""
+        found = lone_rates(self._job, self._measured).items()
+        return {tuple(map(self._places.get, way)): rate for way, rate in found if {*way} <= {*self._places}}
+
+    @functools.cached_property
+    def _cards(self) -> dict[int, float]:
+        """Of ranks."""
+        found = sending_rates(self._job, self._measured).items()
+        return {self._places[sender]: rate for sender, rate in found if sender in self._places}
+
+
+def _way(change: Change) -> tuple[str, bool]:
+    return change.strategy, change.batch_shares is None
+
+
+def _median(values: Sequence[float], default: float) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.median(known)) if known else default
+
+
+# What may help, by strategy: those that change training least come first.
+
+
+def _of_pipe_sgd(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    if kind in OF_LINKS:
+        yield from _hiding_more(settings)
+        yield from _windows("PipeSGDStrategy", settings)
+    else:
+        yield from _waiting_less(kind, is_always, {})
+
+
+def _of_dts(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    if kind in OF_LINKS:
+        yield from _windows("DTSStrategy", settings)
+    else:
+        yield from _waiting_less(kind, is_always, {})
+
+
+def _of_hop(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    if kind in OF_LINKS:
+        yield "HopStrategy", {"update_order": "parallel"}
+        yield from (("PipeSGDStrategy", {"pipeline_width": 2, **each}) for each in ({}, {"codec": "int8"}))
+        yield from _windows("HopStrategy", settings)
+    else:
+        yield from _waiting_less(kind, is_always, settings)
+
+
+def _hiding_more(settings: Mapping) -> Iterator[tuple[str, dict]]:
+    """Settings of Pipe-SGD with which more is hidden, or less sent."""
+    wider = {"pipeline_width": 2} if int(settings.get("pipeline_width", 1)) == 1 else {}
+    if wider:
+        yield "PipeSGDStrategy", wider
+    if codecs.get(settings.get("codec")) == codecs.Identity():
+        for codec in ("truncate16", "int8"):
+            yield "PipeSGDStrategy", {"codec": codec}
+        if wider:
+            yield "PipeSGDStrategy", {**wider, "codec": "int8"}
+
+
+def _interval(settings: Mapping) -> int:
+    """Of DTS: steps of a window."""
+    return int(settings.get("interval", 4))
+
+
+def _windows(strategy: str, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    """Settings of DTS with longer windows, or longer delays."""
+    present = (int(settings.get("delay", 4)), _interval(settings)) if strategy == "DTSStrategy" else (0, 1)
+    for delay, interval in ((4, 4), (16, 8)):
+        if delay > present[0] and interval >= present[1]:
+            yield "DTSStrategy", {"delay": delay, "interval": interval}
+
+
+def _waiting_less(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
+    """Settings of Hop with which ranks do not wait for a slow one."""
+    if kind != "compute":
+        return  # What is slow beside the gradients is mended where it is.
+    if not settings.get("num_backup_workers"):
+        yield "HopStrategy", {"num_backup_workers": 1}
+    if not is_always and not settings.get("max_staleness"):
+        yield "HopStrategy", {"num_backup_workers": 1, "max_staleness": 4}
+    if settings.get("skip") is None:  # Else a rank that takes longer in the mean holds up all in the long run.
+        from hop_tf.strategies.hop.settings import SkipIterations
+
+        yield "HopStrategy", {"num_backup_workers": 1, "skip": SkipIterations()}
+
+
+_candidates_of = {"PipeSGDStrategy": _of_pipe_sgd, "DTSStrategy": _of_dts, "HopStrategy": _of_hop}

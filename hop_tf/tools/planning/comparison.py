@@ -1,0 +1,107 @@
+"""`compare`: what settings of all strategies would cost, and `best`: those to look at first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from hop_tf.runtime.choosing import choose
+from hop_tf.tools.planning.accuracy import Change
+from hop_tf.tools.planning.candidates import Candidate, candidates
+from hop_tf.tools.timing import Measurement
+from hop_tf.tools.timing.costs import RESOLUTION
+
+_NUM_STEPS = 192
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What settings would cost.
+
+    Attributes:
+      name, strategy, call, bytes_per_step, is_simulated, needs, changes: See `Candidate`.
+      step_seconds: Duration of a step of `fit`, with the steps of the ranks as they were measured.
+      trained_share: The share of all batches that are trained on.
+      alike_seconds: Duration of a step if all ranks were like most of them.
+      memory_bytes: What a rank has beyond training alone. See `hop_tf.planning.candidates`.
+    """
+
+    name: str
+    strategy: str
+    call: str
+    step_seconds: float
+    trained_share: float
+    alike_seconds: float
+    bytes_per_step: float
+    memory_bytes: float
+    changes: tuple[Change, ...] | None
+    is_simulated: bool
+    needs: str
+
+    @property
+    def batch_seconds(self) -> float:
+        """Time in which all ranks together train on a batch of each: what is compared."""
+        return self.step_seconds / self.trained_share
+
+
+def compare(measurement: Measurement) -> list[Prediction]:
+    """What each of the settings would cost, those that change training least first.
+
+    Takes some seconds where there are many ranks: see `hop_tf.planning.candidates`.
+
+    Args:
+      measurement: The links and steps, measured (`hop_tf.timing.measure`) or assumed.
+
+    Raises:
+      ValueError: If it is of less than two ranks, or its steps take no time.
+    """
+    if measurement.world_size < 2:
+        raise ValueError(f"`world_size` must be at least 2. Received: world_size={measurement.world_size}.")
+    if not measurement.typical_step.seconds > 0:
+        raise ValueError(f"`step` must take some time. Received: step={measurement.step}.")
+    return [predict(candidate, measurement) for candidate in candidates(measurement)]
+
+
+def predict(candidate: Candidate, measurement: Measurement) -> Prediction:
+    """What one of the settings would cost; see `compare`."""
+    alike = np.full((measurement.world_size, _NUM_STEPS), measurement.typical_step.seconds)
+    if_alike = candidate.outcome(alike)
+    found = candidate.outcome(measurement.durations(_NUM_STEPS)) if measurement.rank_seconds else if_alike
+    return Prediction(
+        name=candidate.name,
+        strategy=candidate.strategy,
+        call=candidate.call,
+        step_seconds=found.step_seconds,
+        trained_share=found.trained_share,
+        alike_seconds=if_alike.step_seconds,
+        bytes_per_step=candidate.bytes_per_step,
+        memory_bytes=found.memory * measurement.num_bytes,
+        changes=candidate.changes,
+        is_simulated=candidate.is_simulated,
+        needs=candidate.needs,
+    )
+
+
+def best(predictions: Sequence[Prediction], number: int = 3) -> list[Prediction]:
+    """Of each strategy one, and of these the fastest.
+
+    Of a strategy, settings that change training more, by the order of `compare`, have to be worth it: as ranks choose
+    that choose by times (`hop_tf.runtime.choosing`). Strategies that are within 2 % of the fastest one count as
+    equal, and so on: then that order decides.
+
+    Args:
+      predictions: All, as `compare` gives them.
+      number: How many to return at most.
+    """
+    of_strategy: dict[str, list[Prediction]] = {}
+    for each in predictions:
+        of_strategy.setdefault(each.strategy, []).append(each)
+    chosen = [choose(each, _batch_seconds, lambda prediction: prediction.name) for each in of_strategy.values()]
+    shortest = min(each.batch_seconds for each in chosen)
+    return sorted(chosen, key=lambda each: int((each.batch_seconds / shortest - 1) / RESOLUTION))[:number]
+
+
+def _batch_seconds(prediction: Prediction) -> float:
+    return prediction.batch_seconds

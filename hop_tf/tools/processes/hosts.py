@@ -1,0 +1,247 @@
+"""A cluster on several machines: their list, which process runs where, and how it is started there by `ssh`."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+
+from hop_tf.tools.processes import relay
+from hop_tf.tools.processes.local_cluster import Task, make_tf_configs, share_of_machine
+from hop_tf.tools.processes.remote import make_order
+
+# Below the ports that the launcher takes on one machine.
+DEFAULT_FIRST_PORT = 7400
+_LARGEST_PORT = 65535
+
+# Nobody can be asked for a password. Who does not answer is given up, and so is a connection that is dead. Options of
+# the user come first, and ssh takes the first value of an option.
+_SSH_OPTIONS = (
+    "-T",
+    *("-o", "BatchMode=yes"),
+    *("-o", "ConnectTimeout=30"),
+    *("-o", "ServerAliveInterval=15"),
+    *("-o", "ServerAliveCountMax=4"),
+)
+_HOST = re.compile(
+    r"(?:(?P<user>[^@\s:]+)@)?(?P<name>[^@\s:\[\]]+|\[[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*\])(?::(?P<count>\d+))?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine.
+
+    Attributes:
+      name: Its name or address, IPv6 in brackets, under which the ranks reach it.
+      user: Whom to log in as; None for what ssh does by itself.
+      num_workers: How many workers run there.
+      is_local: Whether it is this machine, where no ssh is needed.
+    """
+
+    name: str
+    user: str | None
+    num_workers: int
+    is_local: bool
+
+    @property
+    def login(self) -> str:
+        """As ssh takes it."""
+        name = self.name.strip("[]")
+        return f"{self.user}@{name}" if self.user else name
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """How to start a process.
+
+    Attributes:
+      argv: The program and its arguments.
+      environment: All its environment variables.
+    """
+
+    argv: list[str]
+    environment: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostOptions:
+    """How processes are started on machines.
+
+    Attributes:
+      hosts: The machines.
+      first_port: Port of the first process of each machine; the next ones follow.
+      ssh: The ssh command, and options of the user.
+    """
+
+    hosts: tuple[Host, ...]
+    first_port: int = DEFAULT_FIRST_PORT
+    ssh: tuple[str, ...] = ("ssh",)
+
+    def __post_init__(self):
+        if not self.ssh:
+            raise ValueError("`ssh` must be a command. Received: ssh=''.")
+        if not 0 < self.first_port <= _LARGEST_PORT:
+            raise ValueError(f"`first_port` must be from 1 to {_LARGEST_PORT}. Received: first_port={self.first_port}.")
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers on all machines."""
+        return sum(host.num_workers for host in self.hosts)
+
+    @property
+    def all_local(self) -> bool:
+        """Whether there is this machine only."""
+        return all(host.is_local for host in self.hosts)
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Reads a list such as "a,user@b:4,[fd00::1]:2": names, each with its number of workers, by default one.
+
+    Raises:
+      ValueError: If it is none, a machine is listed twice, or others cannot reach this one under its name.
+    """
+    hosts = tuple(_parse_host(part, text) for part in text.split(","))
+    names = [host.name for host in hosts]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`hosts` must list each host once, as in 'a:2' for two workers. Received: hosts={text!r}.")
+    for host in hosts:
+        if host.is_local and not all(other.is_local for other in hosts) and _is_loopback(host.name):
+            raise ValueError(
+                f"`hosts` must name this machine as the others reach it: {host.name!r} is a loopback address here. Use "
+                f"another name or its address. Received: hosts={text!r}."
+            )
+    return hosts
+
+
+def _parse_host(part: str, text: str) -> Host:
+    found = _HOST.fullmatch(part.strip())
+    if not found or int(found["count"] or 1) < 1:
+        raise ValueError(
+            "`hosts` must be names or addresses (IPv6 in brackets) with commas in between, each with its number of "
+            f"workers if that is not 1, as in 'a,b:4,user@c'. Received: hosts={text!r}."
+        )
+    return Host(found["name"], found["user"], int(found["count"] or 1), _is_this_machine(found["name"]))
+
+
+def _is_this_machine(name: str) -> bool:
+    """Whether a name is that of this machine, or one of its addresses other than loopback ones."""
+    own = socket.gethostname().lower()
+    if name.lower() in ("localhost", own, own.partition(".")[0]):
+        return True
+    try:
+        address = ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    if address.is_loopback:
+        return False
+    with socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((str(address), 0))
+        except OSError:
+            return False
+    return True
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:  # A name that is not known here is not of use here, which the rank will tell.
+        return False
+    return all(ipaddress.ip_address(address[0].partition("%")[0]).is_loopback for *_, address in found)
+
+
+def place_tasks(tasks: Sequence[Task], options: HostOptions) -> dict[Task, tuple[Host, str]]:
+    """Which machine and "host:port" each task has: workers fill one machine after another, servers go in turn.
+
+    Raises:
+      ValueError: If there are not enough ports.
+    """
+    hosts = options.hosts
+    seats = [host for host in hosts for _ in range(host.num_workers)]
+    places: dict[Task, tuple[Host, str]] = {}
+    num_placed = dict.fromkeys(hosts, 0)
+    for task in tasks:
+        host = seats[task.index] if task.type == "worker" else hosts[task.index % len(hosts)]
+        port = options.first_port + num_placed[host]
+        num_placed[host] += 1
+        if port > _LARGEST_PORT:
+            raise ValueError(
+                f"The ports of {host.name}, from `first_port` on, must be at most {_LARGEST_PORT}. "
+                f"Received: first_port={options.first_port}, and more than {num_placed[host] - 1} processes."
+            )
+        places[task] = host, f"{host.name}:{port}"
+    return places
+
+
+def host_commands(
+    tasks: Sequence[Task],
+    options: HostOptions,
+    *,
+    python: str,
+    script: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+) -> dict[Task, Command]:
+    """How to start each task, from this machine.
+
+    Args:
+      tasks: The tasks of the job.
+      options: The machines.
+      python: The interpreter on all of them.
+      script: The script, from the directory that this process works in, on all of them.
+      arguments: Its arguments.
+      environment: Variables to set; the processes of this machine inherit those of this process, too.
+
+    Returns:
+      For a task of this machine the script itself; for others, the relay that runs it there.
+    """
+    places = place_tasks(tasks, options)
+    configs = make_tf_configs(tasks, [address for _, address in places.values()])
+    num_placed = dict.fromkeys(options.hosts, 0)
+    commands: dict[Task, Command] = {}
+    for task, (host, _) in places.items():
+        index = None
+        if task.type == "worker":
+            index = num_placed[host]
+            num_placed[host] += 1
+        variables = {**environment, "TF_CONFIG": configs[task]}
+        if host.is_local:
+            base = {**os.environ, **variables}
+            share = share_of_machine(base, num_workers=host.num_workers, index=index)
+            commands[task] = Command([python, script, *arguments], share)
+        else:
+            order = make_order(
+                host=host.name,
+                script=script,
+                arguments=list(arguments),
+                environment=variables,
+                num_workers=host.num_workers,
+                index=index,
+            )
+            argv = [*options.ssh, *_SSH_OPTIONS, host.login, _remote_command(python, host.name)]
+            environ = {**os.environ, relay.ORDER_VARIABLE: order}
+            commands[task] = Command([sys.executable, "-P", relay.__file__, *argv], environ)
+    return commands
+
+
+def _remote_command(python: str, host: str) -> str:
+    """What the shell of the other machine is to run."""
+    path = os.pathsep.join(
+        os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry
+    )
+    variables = f"PYTHONPATH={shlex.quote(path)} " if path else ""
+    missing = (
+        f"hop_tf launch: host {host}: there is no Python interpreter {python}. Have it at the same path as on the "
+        "machine of the launcher, or name it: --python."
+    )
+    script = (
+        f"command -v {shlex.quote(python)} > /dev/null || {{ echo {shlex.quote(missing)} >&2; exit 127; }}; "
+        f"exec env {variables}{shlex.quote(python)} -P -m hop_tf.tools.processes.remote"
+    )
+    return f"exec sh -c {shlex.quote(script)}"

@@ -1,0 +1,235 @@
+"""A single-threaded process that starts all processes of a job, and takes them along when the job's owner dies.
+
+`hop_tf.tools.processes.group.ProcessServer` runs this file as a program, and talks to it over a socket. This file
+imports only the standard library, so that it starts at once.
+
+Why a process of its own, and not children of the launcher:
+
+- However the owner ends (also by SIGKILL), the kernel closes its end of the socket, and the server kills every process
+  group that it started. It is the parent, so there is no moment at which a process exists that it does not know of.
+  (Linux's parent-death signal is tied to the *thread* that forked, and is not passed on to grandchildren.)
+- Ended processes stay unreaped until the owner releases them, so that their ids, which name their groups as well,
+  cannot come to belong to anyone else: a signal never reaches a stranger.
+- With a single thread it is safe to fork without exec: modules that it imported beforehand are there in every child
+  at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+
+# Asks a process of `hop_tf.testing` for the stacks of its threads; ignored until the process has its handler.
+STACKS_SIGNAL = signal.SIGUSR1
+
+_LENGTH = struct.Struct("<I")
+
+
+def send_message(channel: socket.socket, message: dict, file_descriptors: tuple[int, ...] = ()) -> None:
+    """Sends a JSON message, and the file descriptors that go with it, over a Unix socket."""
+    body = json.dumps(message).encode()
+    socket.send_fds(channel, [_LENGTH.pack(len(body))], list(file_descriptors))
+    channel.sendall(body)
+
+
+def receive_message(channel: socket.socket) -> tuple[dict, list[int]] | None:
+    """Receives what `send_message` sent; None when the other side is gone. Blocks until either happens."""
+    with contextlib.suppress(ConnectionError):
+        header, file_descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, 8)
+        header += _receive_exactly(channel, _LENGTH.size - len(header)) if header else b""
+        if len(header) == _LENGTH.size:
+            size = _LENGTH.unpack(header)[0]
+            body = _receive_exactly(channel, size)
+            if len(body) == size:
+                return json.loads(body), file_descriptors
+    return None
+
+
+def _receive_exactly(channel: socket.socket, size: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < size:
+        part = channel.recv(size - len(parts))
+        if not part:
+            break
+        parts += part
+    return bytes(parts)
+
+
+def num_threads() -> int:
+    """Number of threads of this process, native ones included; 0 where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return 0
+
+
+class _Server:
+    """Starts processes on request and reports their ends, until the owner is gone."""
+
+    def __init__(self, control: socket.socket):
+        self._control = control
+        self._running: dict[int, int] = {}  # pid -> the owner's id
+        self._ended: dict[int, int] = {}  # pid -> the owner's id; not reaped yet
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+
+    def serve(self) -> Callable[[], None] | None:
+        """Serves until the owner is gone. Returns a function in a forked child that has to run it, else None."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
+        while True:
+            readable = {key.fileobj for key, _ in self._selector.select()}
+            if self._wake_receiver in readable:
+                self._report_ended()
+            if self._control in readable:
+                received = receive_message(self._control)
+                if received is None:
+                    self._kill_all()
+                    return None
+                function = self._obey(*received)
+                if function is not None:
+                    return function
+
+    def _obey(self, order: dict, file_descriptors: list[int]) -> Callable[[], None] | None:
+        if order["order"] == "start":
+            return self._start(order, *file_descriptors)
+        self._release(order["pid"])
+        return None
+
+    def _start(self, order: dict, output: int) -> Callable[[], None] | None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(output)
+            send_message(self._control, {"event": "refused", "id": order["id"], "error": str(error)})
+            return None
+        if pid == 0:
+            return self._become_child(order, output)
+        # Done on both sides of the fork, so that the group exists for whoever comes first. After the child's exec
+        # the system refuses it here, and it is already done.
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        os.close(output)
+        self._running[pid] = order["id"]
+        send_message(self._control, {"event": "started", "id": order["id"], "pid": pid})
+        return None
+
+    def _become_child(self, order: dict, output: int) -> Callable[[], None] | None:
+        """Turns a fresh fork into the process that was asked for; never comes back if that is another program."""
+        os.setpgid(0, 0)
+        signal.set_wakeup_fd(-1)
+        for opened in (self._selector, self._control, self._wake_receiver, self._wake_sender):
+            opened.close()
+        # Whoever started the owner may have had some of them ignored, as shells do for background jobs.
+        for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        os.chdir(order["directory"])
+        if order["argv"] is None:
+            return _adopt(order)
+        _execute(order["argv"], order["environment"])
+
+    def _report_ended(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_receiver.recv(4096):
+                pass
+        for pid, owner_id in list(self._running.items()):
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None:
+                continue
+            exit_code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            self._ended[pid] = self._running.pop(pid)
+            with contextlib.suppress(ConnectionError):
+                send_message(self._control, {"event": "ended", "id": owner_id, "exit_code": exit_code})
+
+    def _release(self, pid: int) -> None:
+        """Kills what an ended process left behind in its group, and gives its id back to the system."""
+        if self._ended.pop(pid, None) is not None:
+            _kill_group(pid)
+            os.waitpid(pid, 0)
+
+    def _kill_all(self) -> None:
+        for pid in [*self._running, *self._ended]:
+            _kill_group(pid)
+
+
+def _adopt(order: dict) -> Callable[[], None]:
+    """Gives a forked child its environment; returns what it has to run."""
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    # As an interpreter starts: a broken pipe is an exception, not a silent end.
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # `random` does so by itself after a fork
+    module, function, arguments = order["call"]
+    return lambda: getattr(importlib.import_module(module), function)(*arguments)
+
+
+def _execute(argv: list[str], environment: dict[str, str]) -> None:
+    try:
+        os.execvpe(argv[0], argv, environment)
+    except OSError as error:
+        os.write(2, f"cannot run {argv[0]}: {error}\n".encode())
+    finally:
+        os._exit(127)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _import_preloaded(control: socket.socket, names: list[str]) -> bool:
+    try:
+        for name in names:
+            importlib.import_module(name)
+    except Exception as error:
+        traceback.print_exc()
+        send_message(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
+        return False
+    # Children then do not copy pages merely because the collector visits what was there before the fork.
+    gc.collect()
+    gc.freeze()
+    return True
+
+
+def main() -> None:
+    """Runs a server, or in a child forked from it, what the child has been made for."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    received = receive_message(control)
+    if received is None:
+        return
+    greeting, _ = received
+    sys.path[:] = greeting["sys_path"]
+    if not _import_preloaded(control, greeting["preload"]):
+        return
+    server = _Server(control)
+    send_message(control, {"event": "ready", "num_threads": num_threads()})
+    function = server.serve()
+    # Called from here, a forked child ends as any program does: exceptions, threads and exit handlers included.
+    if function is not None:
+        del server, control
+        function()
+
+
+if __name__ == "__main__":
+    main()

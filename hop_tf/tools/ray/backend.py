@@ -1,0 +1,184 @@
+"""`ClusterConfig`: makes the workers of a Ray Train job ranks of hop_tf. Without TensorFlow."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from hop_tf.arguments import check_choice, check_integer
+from hop_tf.errors import HopError
+from hop_tf.options import CommunicationOptions, checked_options
+from hop_tf.tools.launchers.variables import TOKEN_VARIABLE
+from hop_tf.tools.processes.local_cluster import make_tasks, make_tf_configs
+from hop_tf.tools.ray import worker
+from hop_tf.tools.ray.servers import Servers
+from hop_tf.transport.addresses import host_of
+
+
+class ClusterConfig(BackendConfig):
+    """Makes the workers of a Ray Train job ranks.
+
+        trainer = TensorflowTrainer(train_loop, tensorflow_config=ClusterConfig(), scaling_config=scaling_config)
+
+    It takes the place of Ray's `TensorflowConfig`. Before `train_loop` runs, each worker has
+
+    - `TF_CONFIG`, with a port of its node that is free, and is kept for it;
+    - HOP_TF_CLUSTER_TOKEN, a secret of this job, for `CommunicationOptions(cluster_token=...)`;
+    - limits of TensorFlow's threads, so that the workers of a node share its cores (OMP_NUM_THREADS is Ray's, and
+      limits hop_tf's kernels: the CPUs that a worker asks for), and no GPU where the trainer's
+      `ScalingConfig` asks for none. What is set already stays.
+
+    Unlike Ray's, it does not set TF_USE_LEGACY_KERAS.
+
+    Args:
+      restart: What Ray starts again when a worker fails, as often as `ray.train.FailureConfig` allows. "group": all
+        workers; training goes on from the last checkpoint. "worker": that worker alone, on its node; under a strategy
+        that goes on without a lost rank, it joins the others, which train on. It is an error that ends the job if the
+        node is gone. Default "group".
+      num_ps: How many parameter servers to start, for `SHATParameterServerStrategy`. Each is an actor. Ray starts one
+        that has died again, up to three times, on its node. Default 0.
+      server_resources: What each server takes, beside the workers. Default None: {"CPU": 1}.
+      server_options: How servers talk, a `hop_tf.CommunicationOptions`; the token is that of the job. Default None.
+      snapshots: When and where servers write snapshots, a `hop_tf.SnapshotOptions`. All nodes must see its directory.
+        Default None: nowhere.
+
+    Raises:
+      ValueError: If an argument is out of range, or this Ray cannot start a single worker again.
+      TypeError: If an argument has another type.
+    """
+
+    def __init__(
+        self,
+        *,
+        restart: str = "group",
+        num_ps: int = 0,
+        server_resources: Mapping[str, float] | None = None,
+        server_options: CommunicationOptions | None = None,
+        snapshots: Any = None,
+    ):
+        check_choice("restart", restart, ("group", "worker"))
+        check_integer("num_ps", num_ps, at_least=0)
+        if restart == "worker" and not hasattr(Backend, "has_replica_groups"):
+            raise ValueError(f"`restart` must be 'group' with Ray {ray.__version__}: 'worker' needs a newer one.")
+        _check_snapshots(snapshots)
+        self.restart = restart
+        self.num_ps = num_ps
+        self.server_resources = dict(server_resources or {"CPU": 1})
+        self.server_options = checked_options(server_options, "server_options")
+        self.snapshots = snapshots
+
+    @property
+    def backend_cls(self):
+        """What Ray Train calls when it has started workers."""
+        return _SingleRestartBackend if self.restart == "worker" else _Backend
+
+    def to_dict(self) -> dict[str, Any]:
+        """What Ray shows of it."""
+        return {"restart": self.restart, "num_ps": self.num_ps}
+
+
+def _check_snapshots(snapshots: Any) -> None:
+    if snapshots is None:
+        return
+    from hop_tf.strategies.shat.server.snapshots import SnapshotOptions  # With TensorFlow, as who made it has done.
+
+    if not isinstance(snapshots, SnapshotOptions):
+        raise TypeError(f"`snapshots` must be a hop_tf.SnapshotOptions or None. Received: snapshots={snapshots!r}.")
+
+
+class _Job:
+    """One start of all workers, and their servers.
+
+    Args:
+      addresses: Of the workers, in the order of their ranks.
+      servers: The parameter servers; None if there are none.
+    """
+
+    def __init__(self, addresses: list[str], servers: Servers | None):
+        self.servers = servers
+        self._token = secrets.token_urlsafe(32)
+        self._name = secrets.token_hex(8)
+        self._hosts = [host_of(address) for address in addresses]
+        all_addresses = [*addresses, *(servers.addresses if servers else ())]
+        tasks = make_tasks(num_workers=len(addresses), num_ps=len(all_addresses) - len(addresses))
+        configs = make_tf_configs(tasks, all_addresses)
+        environments = [{"TF_CONFIG": configs[task], TOKEN_VARIABLE: self._token} for task in tasks]
+        self._of_workers, self._of_servers = environments[: len(addresses)], environments[len(addresses) :]
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._of_workers)
+
+    def start_servers(self, config: ClusterConfig) -> None:
+        """Has them serve."""
+        if self.servers is not None:
+            environments = [{**each, "CUDA_VISIBLE_DEVICES": "-1"} for each in self._of_servers]
+            self.servers.serve(environments, config.server_options, config.snapshots)
+
+    def set_up(self, worker_group, index: int, rank: int, *, is_rejoining: bool = False) -> ray.ObjectRef:
+        """Makes the worker at this place of a group a rank; returns the call."""
+        return worker_group.execute_single_async(
+            index,
+            worker.set_up,
+            self._of_workers[rank],
+            num_local=self._hosts.count(self._hosts[rank]),
+            num_gpus=worker_group.get_resources_per_worker().get("GPU", 0),
+            attempt=worker.Attempt(self._name, is_rejoining),
+        )
+
+    def set_up_again(self, worker_group) -> None:
+        """Gives a worker that was started again the place of the one that it replaces.
+
+        Raises:
+          HopError: If it runs elsewhere: the others look for it where it was.
+        """
+        rank = worker_group.execute_single(0, worker.own_rank)
+        host = worker_group.execute_single(0, worker.own_host)
+        if host != self._hosts[rank]:
+            raise HopError(
+                f"rank {rank} was started again on {host}, as its node {self._hosts[rank]} is gone: the others do not "
+                "look for it there. With ClusterConfig(restart='group'), all workers are started again, and go on from "
+                "the last checkpoint."
+            )
+        ray.get(self.set_up(worker_group, 0, rank, is_rejoining=True))
+
+
+class _Backend(Backend):
+    """Ray calls it where it watches the workers."""
+
+    has_replica_groups = False  # All workers are started again together.
+
+    def __init__(self):
+        self._job: _Job | None = None
+
+    def on_start(self, worker_group, backend_config: ClusterConfig) -> None:
+        if self._is_part(worker_group):
+            self._job.set_up_again(worker_group)
+            return
+        self._end_job()
+        addresses = worker_group.execute(worker.reserve_address)
+        servers = Servers(backend_config.num_ps, backend_config.server_resources) if backend_config.num_ps else None
+        self._job = _Job(addresses, servers)
+        self._job.start_servers(backend_config)
+        ray.get([self._job.set_up(worker_group, rank, rank) for rank in range(len(addresses))])
+
+    def on_shutdown(self, worker_group, backend_config: ClusterConfig) -> None:
+        if not self._is_part(worker_group):
+            self._end_job()
+
+    def _is_part(self, worker_group) -> bool:
+        """Whether these are a single one of the workers, which is started again, and not all."""
+        return self.has_replica_groups and self._job is not None and len(worker_group) < self._job.num_workers
+
+    def _end_job(self) -> None:
+        job, self._job = self._job, None
+        if job is not None and job.servers is not None:
+            job.servers.close()
+
+
+class _SingleRestartBackend(_Backend):
+    has_replica_groups = True  # Each worker is one, which Ray replaces when it fails.

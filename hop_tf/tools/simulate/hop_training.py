@@ -1,0 +1,393 @@
+"""`hop_tf.simulate.hop`: training under HopStrategy on a virtual clock."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.arguments import check_integer, check_seconds
+from hop_tf.errors import DeadlineExceededError, PeerLostError
+from hop_tf.runtime.exchange import Incoming
+from hop_tf.runtime.joiner import State
+from hop_tf.runtime.joining import Joining
+from hop_tf.runtime.replica_state import sign
+from hop_tf.strategies.hop.exchange import HopExchange
+from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.emulation import ComputeEmulation
+from hop_tf.tools.simulate.rank_loops import HopTraining, OwnSeconds
+from hop_tf.tools.simulate.rejoining import catch_up
+from hop_tf.tools.simulate.virtual import VirtualCluster
+from hop_tf.topology import Topology, resolve
+
+# As fast as a process does that waits for nothing.
+_DETECTION_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What simulated ranks train.
+
+    Attributes:
+      initial: float32 array [d], where all ranks start.
+      change: `change(rank, step, x)` is what the optimizer's step adds at `rank` in iteration `step`, computed at `x`:
+        for plain gradient descent minus learning rate times gradient. Array [d].
+    """
+
+    initial: np.ndarray
+    change: Callable[[int, int, np.ndarray], np.ndarray]
+
+
+_NOTHING_TO_LEARN = Problem(np.zeros(1, np.float32), lambda rank, step, x: np.zeros(1, np.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """The death of a rank.
+
+    Attributes:
+      rank: Which one.
+      seconds: When its process is killed, in virtual time.
+      restart_seconds: How much later it is started again; None: never.
+      reaches: Ranks that get what it has sent before, and is on its way then; None: all.
+
+    Raises:
+      ValueError: If a time is negative or not finite.
+    """
+
+    rank: int
+    seconds: float
+    restart_seconds: float | None = None
+    reaches: Collection[int] | None = None
+
+    def __post_init__(self):
+        check_seconds("seconds", self.seconds)
+        if self.restart_seconds is not None:
+            check_seconds("restart_seconds", self.restart_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopSimulation:
+    """What happened at n ranks.
+
+    Attributes:
+      num_steps: Array [n]: how many iterations each rank was to make or jump over.
+      entered_seconds: Array [n, max(num_steps)]: when each rank entered each iteration; nan where it jumped over it.
+      finished_seconds: Array [n]: when each rank ended its last iteration; nan where it died, or joined no more.
+      largest_gap: Array [n, n]: the largest Iter(i) - Iter(j) while both trained.
+      most_updates: Array [n]: the most updates that each rank had in memory.
+      parameters: float32 array [n, d]: where each rank ended.
+      counters: Each rank's counters, as in `HopStrategy.report()`.
+    """
+
+    num_steps: np.ndarray
+    entered_seconds: np.ndarray
+    finished_seconds: np.ndarray
+    largest_gap: np.ndarray
+    most_updates: np.ndarray
+    parameters: np.ndarray
+    counters: Sequence[Mapping[str, float]]
+
+    @property
+    def iterations_per_second(self) -> np.ndarray:
+        """Each rank's iteration speed, array [n]. Iterations that were jumped over count."""
+        return self.num_steps / self.finished_seconds
+
+
+def simulate_hop(
+    *,
+    topology: object,
+    world_size: int,
+    num_steps: int | Sequence[int],
+    compute: ComputeEmulation | Callable[[int], Iterator[float]],
+    link_seconds: Callable[[int, int, int], float] | None = None,
+    sending_seconds: Callable[[int, int, int], float] | None = None,
+    problem: Problem | None = None,
+    hosts: Sequence[str] | None = None,
+    faults: Sequence[Fault] = (),
+    **settings,
+) -> HopSimulation:
+    """Trains under `HopStrategy`'s own protocol on a virtual clock.
+
+    Args:
+      topology: As for `HopStrategy`.
+      world_size: Number of ranks.
+      num_steps: Iterations of each rank; or a list with one number for each rank, as where ranks end early.
+      compute: How long each training step takes: the launcher's emulation, or `compute(rank)`, which gives an iterator
+        of seconds, one for each step that the rank makes. Iterations that are jumped over take none.
+      link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Default: no time.
+      sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is for how long a message keeps its link busy
+        before that, and others to the same rank wait: bytes over bandwidth. Tokens that are sent by themselves do not
+        wait behind updates. Default: no time. As models are small here, take the bytes of yours.
+      problem: What is trained. Default: nothing, as where only speed matters.
+      hosts: The host of each rank, for a hierarchical topology.
+      faults: Ranks that die, and are started again. The others hear of a death after two seconds, or by the restart.
+      **settings: Further arguments of `HopStrategy`: max_iteration_gap, num_backup_workers, max_staleness, skip,
+        update_order, synchronization, on_peer_loss.
+
+    Returns:
+      The record.
+
+    Raises:
+      ValueError: If an argument is out of range.
+      DeadlockError: If ranks wait for each other for ever. That would be an error in hop_tf.
+      HopError: What training would raise, for instance where a rank dies and `on_peer_loss` is "raise".
+    """
+    job = Job(
+        topology=resolve(topology, world_size, hosts),
+        settings=HopSettings(**settings),
+        num_steps=_steps_of_each(num_steps, world_size),
+        compute=compute,
+        link_seconds=link_seconds,
+        sending_seconds=sending_seconds,
+        problem=problem or _NOTHING_TO_LEARN,
+    )
+    for fault in faults:
+        if fault.rank not in range(world_size):
+            raise ValueError(f"`faults` must be of ranks in [0, {world_size}). Received: faults with {fault}.")
+        job.schedule(fault)
+    return job.run()
+
+
+def _steps_of_each(num_steps: int | Sequence[int], world_size: int) -> list[int]:
+    each = [num_steps] * world_size if np.ndim(num_steps) == 0 else list(num_steps)
+    if len(each) != world_size:
+        raise ValueError(
+            f"`num_steps` must be one number, or a list with one for each of {world_size} ranks. "
+            f"Received: num_steps={num_steps!r}."
+        )
+    for number in each:
+        check_integer("num_steps", number, at_least=0)
+    return each
+
+
+class Job:
+    """A simulated job, whose ranks can be killed. For the other arguments see `simulate_hop`.
+
+    Args:
+      tracing_seconds: How long a process of a rank takes to trace its first step, when all have begun. Default: 0.
+      limit_seconds: See `VirtualCluster`.
+
+    Attributes:
+      cluster: The ranks' memberships and the clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: Topology,
+        settings: HopSettings,
+        num_steps: Sequence[int],
+        compute: ComputeEmulation | Callable[[int], Iterator[float]],
+        link_seconds: Callable[[int, int, int], float] | None,
+        problem: Problem,
+        tracing_seconds: Callable[[int], float] | None = None,
+        sending_seconds: Callable[[int, int, int], float] | None = None,
+        limit_seconds: float | None = None,
+    ):
+        settings.check_topology(topology)
+        self._topology = topology
+        self._settings = settings
+        self._num_steps = num_steps
+        self._compute = compute
+        self._problem = problem
+        self._tracing_seconds = tracing_seconds
+        self._record = _Record(topology.world_size, max(num_steps))
+        self.cluster = VirtualCluster(
+            topology.world_size,
+            link_seconds,
+            lambda rank: {*topology.in_neighbors(rank), *topology.out_neighbors(rank)},
+            continue_without_lost=settings.continues_without_lost,
+            detection_seconds=_DETECTION_SECONDS,
+            sending_seconds=sending_seconds,
+            limit_seconds=limit_seconds,
+        )
+        self._ranks = [self._make_rank(rank) for rank in range(topology.world_size)]
+
+    def run(self) -> HopSimulation:
+        """Trains."""
+        self.cluster.run(lambda rank: self._ranks[rank].train())
+        record = self._record
+        for rank, process in enumerate(self._ranks):
+            record.end(rank, process.exchange)
+        return HopSimulation(
+            num_steps=np.array(self._num_steps),
+            entered_seconds=record.entered,
+            finished_seconds=record.finished,
+            largest_gap=record.largest_gap,
+            most_updates=record.most_updates,
+            parameters=np.stack([rank.x for rank in self._ranks]),
+            counters=[rank.exchange.counters() if rank.exchange else {} for rank in self._ranks],
+        )
+
+    def schedule(self, fault: Fault) -> None:
+        """Lets a rank die."""
+        self.cluster.scheduler.call_at(
+            fault.seconds, lambda: self.kill(fault.rank, fault.restart_seconds, fault.reaches)
+        )
+
+    def kill(self, rank: int, restart_seconds: float | None = None, reaches: Collection[int] | None = None) -> None:
+        """Ends the process of a rank that trains, as a `Fault` does. Called as an event."""
+        if self.cluster.kill(rank, reaches):
+            self._record.leave(rank)
+            if restart_seconds is not None:
+                scheduler = self.cluster.scheduler
+                scheduler.call_at(scheduler.now + restart_seconds, lambda: self._restart(rank))
+
+    def _restart(self, rank: int) -> None:
+        self.cluster.restart(rank)
+        self._record.end(rank, self._ranks[rank].exchange)
+        self._ranks[rank] = self._make_rank(rank, was_restarted=True)
+        self.cluster.start(rank, self._ranks[rank].train)
+
+    def _make_rank(self, rank: int, was_restarted: bool = False) -> _Rank:
+        return _Rank(
+            self.cluster,
+            rank,
+            Packing([TensorSpec("x", self._problem.initial.shape, tf.float32)]),
+            self._durations(rank),
+            topology=self._topology,
+            settings=self._settings,
+            record=self._record,
+            close=lambda: self.cluster.close(rank),
+            num_steps=self._num_steps[rank],
+            problem=self._problem,
+            tracing_seconds=self._tracing_seconds(rank) if self._tracing_seconds else 0.0,
+            was_restarted=was_restarted,
+        )
+
+    def _durations(self, rank: int) -> Iterator[float]:
+        if isinstance(self._compute, ComputeEmulation):
+            return self._compute.step_durations(rank, self._topology.world_size)
+        return self._compute(rank)
+
+
+class _Record:
+    """Where all ranks are, and were."""
+
+    def __init__(self, world_size: int, num_steps: int):
+        self.entered = np.full((world_size, num_steps), np.nan)
+        self.finished = np.full(world_size, np.nan)
+        self.largest_gap = np.zeros((world_size, world_size), int)
+        self.most_updates = np.zeros(world_size, int)
+        self._iterations = np.zeros(world_size, int)
+        self._trains = np.ones(world_size, bool)
+
+    def end(self, rank: int, exchange: HopExchange | None) -> None:
+        """Nothing comes to this exchange any more; None: it was never made."""
+        if exchange is not None:
+            self.most_updates[rank] = max(self.most_updates[rank], exchange.most_updates_in_memory)
+
+    def enter(self, rank: int, step: int, now: float) -> None:
+        self.entered[rank, step] = now
+        self._iterations[rank] = step
+        self._trains[rank] = True
+        gaps = np.where(self._trains, step - self._iterations, 0)
+        np.maximum(self.largest_gap[rank], gaps, out=self.largest_gap[rank])
+
+    def finish(self, rank: int, now: float) -> None:
+        self.finished[rank] = now
+        self.leave(rank)
+
+    def leave(self, rank: int) -> None:
+        self._trains[rank] = False
+
+
+class _Rank(HopTraining, State):
+    """One process of a rank."""
+
+    def __init__(
+        self,
+        *arguments,
+        record: _Record,
+        close: Callable[[], None],
+        num_steps: int,
+        problem: Problem,
+        tracing_seconds: float,
+        was_restarted: bool,
+        **settings,
+    ):
+        super().__init__(*arguments, **settings)
+        self._record, self._close = record, close
+        self._num_steps = num_steps
+        self._problem = problem
+        self._tracing_seconds = tracing_seconds
+        self._was_restarted = was_restarted
+        self.x = problem.initial.astype(np.float32)
+        self._change = np.zeros_like(self.x)
+        self._joining = Joining(self.membership, self, timeout_seconds=0.0)
+
+    # What others are told of it.
+
+    def signature(self, groups: str) -> bytes:
+        return sign(groups, "", self.packing.specs)
+
+    def read(self) -> list[np.ndarray]:
+        return [self.x]
+
+    def write(self, payload: np.ndarray) -> None:
+        self.x = payload.view(np.float32).copy()
+
+    # Its life.
+
+    def train(self) -> None:
+        try:
+            step = self.begin()
+        except (PeerLostError, DeadlineExceededError) as error:
+            if not self._was_restarted:
+                raise
+            self._give_up(error)  # Nobody is there any more.
+            return
+        self.train_from(step)
+
+    def begin(self) -> int:
+        self.membership.begin_session()
+        self.sleep_until(self.clock.now + self._tracing_seconds)
+        self.exchange = self._joining.attach(self.context.group, self.make_exchange)
+        return catch_up(self.membership, self._joining, self.context.group, self.clock)
+
+    def _give_up(self, error: Exception) -> None:
+        """Ends the process, as an error in `fit` does."""
+        self.membership.leave(sent_rounds={}, reason=str(error), abort=True)
+        self._close()
+
+    def is_through(self, step: int) -> bool:
+        step += self.exchange.step_offset
+        if step < self._num_steps:
+            self._record.enter(self.rank, step, self.clock.now)
+        return step >= self._num_steps
+
+    def finish(self) -> None:
+        self._record.finish(self.rank, self.clock.now)
+        self.membership.leave(sent_rounds={self.context.group: self.exchange.sent_rounds}, reason="")
+
+    def next_own(self, step: int) -> OwnSeconds:
+        seconds = next(self._own, None)
+        if seconds is None:
+            raise ValueError(
+                f"`compute` must last as long as a rank trains. Received: none for step {step} of rank {self.rank}."
+            )
+        check_seconds("compute", seconds, f" for step {step} of rank {self.rank}")
+        return OwnSeconds(seconds)
+
+    # What it learns.
+
+    def parameters(self) -> tuple[np.ndarray, ...]:
+        (bucket,) = self.packing.zeros()
+        bucket[: self.x.size] = self.x
+        return (bucket,)
+
+    def compute(self, step: int) -> None:
+        self._change = np.asarray(self._problem.change(self.rank, step, self.x), np.float32)
+
+    def apply(self) -> None:
+        self.x = self.x + self._change
+
+    def add(self, incoming: Incoming) -> None:
+        self.x = self.x + incoming.buckets[0][: self.x.size]
+
+    def before_exchange(self, step: int) -> None:
+        self._joining.at_step(step + self.exchange.step_offset)

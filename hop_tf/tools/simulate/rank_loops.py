@@ -1,0 +1,298 @@
+"""The loop of a simulated rank: what Keras and the graph do around a strategy's exchange."""
+
+from __future__ import annotations
+
+import abc
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import tensorflow as tf
+
+from hop_tf import codecs
+from hop_tf.records import Kind
+from hop_tf.runtime.averaging_exchange import AveragingExchange
+from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.group import ExchangeContext
+from hop_tf.strategies.dts.windows import Schedule
+from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP, HopExchange
+from hop_tf.strategies.hop.settings import HopSettings
+from hop_tf.tensors.fifo import SimulatedFifo
+from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tools.simulate.virtual import VirtualCluster
+from hop_tf.tools.timing.costs import FORWARD_SHARE
+from hop_tf.topology import Topology
+
+GROUP, SESSION = "simulated", 1
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSeconds:
+    """What a rank does on its own in a step. Seconds.
+
+    Attributes:
+      compute: From the batch to its gradients.
+      input: Until the batch is there.
+      update: Behind the gradients, and what came of them.
+      callbacks: Between this step and the next one.
+    """
+
+    compute: float
+    input: float = 0.0
+    update: float = 0.0
+    callbacks: float = 0.0
+
+
+class Training(abc.ABC):
+    """A rank's loop: what Keras and the graph do around an exchange.
+
+    Args:
+      cluster: Where it trains.
+      rank: Its rank.
+      packing: What is exchanged.
+      own: What it does on its own in each step.
+      is_over: `is_over(rank, step)` is whether no further step is to be made, now that this one would begin. Default: a
+        subclass knows.
+
+    Attributes:
+      recorder: The rank's.
+    """
+
+    def __init__(
+        self,
+        cluster: VirtualCluster,
+        rank: int,
+        packing: Packing,
+        own: Iterator[OwnSeconds],
+        is_over: Callable[[int, int], bool] | None = None,
+    ):
+        self.rank = rank
+        self.clock = cluster.scheduler
+        self.membership = cluster.memberships[rank]
+        self.recorder = self.membership.recorder
+        self.start_thread = functools.partial(cluster.start_thread, rank)
+        self.exchange: Exchange | None = None
+        self.packing = packing
+        self._own, self._is_over = own, is_over
+        self.context = ExchangeContext(GROUP, SESSION, packing, self.membership, cluster.pool, SimulatedFifo)
+
+    @abc.abstractmethod
+    def make_exchange(self) -> Exchange:
+        """Makes it."""
+
+    @abc.abstractmethod
+    def take_step(self, step: int, compute_seconds: float) -> int:
+        """Computes and communicates; returns how many steps are jumped over."""
+
+    def train(self) -> None:
+        """All of it."""
+        self.train_from(self.begin())
+
+    def train_from(self, step: int) -> None:
+        """Makes this step, and those behind it."""
+        while not self.is_through(step):
+            step += 1 + self._make_step(step)
+        self.finish()
+
+    def begin(self) -> int:
+        """Enters the session; returns the first step."""
+        if self.recorder is not None:
+            self.recorder.begin_session(SESSION)
+        self.membership.begin_session()
+        self.exchange = self.make_exchange()
+        return 0
+
+    def is_through(self, step: int) -> bool:
+        """Whether no further step is to be made, now that this one would begin."""
+        return self._is_over(self.rank, step)
+
+    def finish(self) -> None:
+        """Called then."""
+
+    def next_own(self, step: int) -> OwnSeconds:
+        """What it does on its own in this step."""
+        del step
+        return next(self._own)
+
+    def _make_step(self, step: int) -> int:
+        own, called = self.next_own(step), self.clock.now
+        self.sleep_until(called + own.input)
+        num_skipped = self.take_step(step, own.compute)
+        self.sleep_until(self.clock.now + own.update)
+        self.record(Kind.STEP, called, step)
+        self.sleep_until(self.clock.now + own.callbacks)
+        return num_skipped
+
+    def sleep_until(self, time: float) -> None:
+        """Lets time pass."""
+        if time > self.clock.now:
+            self.clock.sleep(time - self.clock.now)
+
+    def begin_to_compute(self, step: int, seconds: float) -> float:
+        """Computes now, and for so long; returns the time when that ends."""
+        self.record(Kind.COMPUTE, self.clock.now, step, seconds)
+        return self.clock.now + seconds
+
+    def have_result(self, step: int, ready: float) -> None:
+        """What the step waited for since its gradients were there has come."""
+        if self.clock.now > ready:
+            self.record(Kind.RESULT, ready, step)
+
+    def record(self, kind: Kind, begin: float, step: int, seconds: float | None = None) -> None:
+        """Records what began then, and lasted for so long; default: until now."""
+        if self.recorder is not None and self.recorder.records(step):
+            now = self.clock.now
+            seconds = now - begin if seconds is None else seconds
+            self.recorder.add(kind, self.recorder.now() - now + begin, seconds, step=step)
+
+
+class AveragingTraining(Training):
+    """Ranks that average windows of steps: Pipe-SGD, whose windows are of one step, and DTS."""
+
+    def __init__(
+        self, *arguments, schedule: Schedule, num_threads: int, codec: codecs.Codec, algorithm: str, num_segments: int
+    ):
+        super().__init__(*arguments)
+        self._schedule, self._codec, self._algorithm = schedule, codec, algorithm
+        self._num_threads, self._num_segments = num_threads, num_segments
+        generator = np.random.default_rng(0)
+        sizes = [len(part) for part in np.array_split(np.empty(self.packing.sizes[0]), num_segments)]
+        self._values = [(generator.standard_normal(size, np.float32),) for size in sizes]
+        self._num_out = 0  # Segments of windows.
+        self._num_come: collections.Counter[int] = collections.Counter()  # Segments, by window.
+
+    def make_exchange(self) -> AveragingExchange:
+        reductions = [
+            self.context.make_all_reduce(
+                f"{thread}/{segment}",
+                Packing([TensorSpec("x", values.shape, tf.float32)]),
+                self._codec,
+                self._algorithm,
+            )
+            for thread in range(self._num_threads)
+            for segment, (values,) in enumerate(self._values)
+        ]
+        exchange = AveragingExchange(self.context, reductions)
+        for thread in range(self._num_threads):
+            self.start_thread(f"slot {thread}", functools.partial(self._communicate, thread))
+        return exchange
+
+    def _communicate(self, thread: int) -> None:
+        for window in itertools.count(thread, self._num_threads):
+            for segment in range(self._num_segments):
+                number = window * self._num_segments + segment
+                self._wait(lambda number=number: self._num_out > number)
+                self._mean(window, segment)
+                self._num_come[window] += 1
+                self.membership.monitor.notify_all()
+
+    def _mean(self, window: int, segment: int) -> None:
+        begin, first_step = self.clock.now, window * self._schedule.interval
+        if self.recorder is not None:
+            self.recorder.begin_step(first_step)
+        turn, thread = divmod(window, self._num_threads)
+        self.exchange.mean(
+            window * self._num_segments + segment,
+            self._values[segment],
+            turn=turn,
+            reduction=thread * self._num_segments + segment,
+        )
+        self.record(Kind.EXCHANGE, begin, first_step)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        with self.membership.monitor:
+            while not condition():
+                self.membership.monitor.wait(math.inf)
+
+    def take_step(self, step: int, compute_seconds: float) -> int:
+        begin, ready = self.clock.now, self.begin_to_compute(step, compute_seconds)
+        has_ended, _ = self._schedule.ended(step + 1)
+        for segment in range(self._num_segments if has_ended else 0):
+            # Gradients come in the backward pass, the last layers' first.
+            left = (1 - FORWARD_SHARE) * (1 - (segment + 1) / self._num_segments)
+            self.sleep_until(begin + compute_seconds * (1 - left))
+            self._num_out += 1
+            self.membership.monitor.notify_all()
+        self.sleep_until(ready)
+        is_due, window = self._schedule.due(step + 1)
+        if is_due:
+            self._wait(lambda: self._num_come[window] == self._num_segments)
+        self.have_result(step, ready)
+        return 0
+
+
+class HopTraining(Training):
+    """See `hop_tf.strategies.hop`. What is learned, and who joins late, is a subclass's.
+
+    Args:
+      *arguments: As of `Training`.
+      topology: The graph.
+      settings: The mechanisms.
+    """
+
+    def __init__(self, *arguments, topology: Topology, settings: HopSettings):
+        super().__init__(*arguments)
+        self._topology, self._settings = topology, settings
+        self._zeros = tuple(self.packing.zeros())
+        for bucket in self._zeros:
+            bucket.flags.writeable = False  # So nobody copies it.
+
+    def make_exchange(self) -> HopExchange:
+        return HopExchange(self.context, topology=self._topology, settings=self._settings)
+
+    def parameters(self) -> tuple[np.ndarray, ...]:
+        """What is sent: as buckets."""
+        return self._zeros
+
+    def compute(self, step: int) -> None:
+        """Computes what `apply` adds, with the parameters that there are when the step begins."""
+
+    def apply(self) -> None:
+        """The optimizer's step."""
+
+    def add(self, incoming: Incoming) -> None:
+        """Adds what came of the others' parameters."""
+
+    def before_exchange(self, step: int) -> None:
+        """Called before the rank hands this step's parameters out."""
+
+    def take_step(self, step: int, compute_seconds: float) -> int:
+        is_serial = self._settings.update_order == "serial"
+        self.compute(step)
+        ready = self.begin_to_compute(step, compute_seconds)
+        if is_serial:
+            self.sleep_until(ready)
+            self.apply()
+        self.before_exchange(step)
+        # The communication thread waits while the rank computes: what comes first is waited for first.
+        incoming = self._exchange_step(step, STEP, self.parameters())
+        self.sleep_until(ready)
+        incoming = incoming or self._exchange_step(step, REDUCTION, ())
+        self.add(incoming)
+        if not is_serial:
+            self.apply()
+        if incoming.num_skipped:
+            self.add(self._exchange_step(step, RENEWAL, self.parameters()))
+        self.have_result(step, ready)
+        return incoming.num_skipped
+
+    def _exchange_step(self, step: int, segment: int, buckets: tuple) -> Incoming | None:
+        """One step of the exchange, as `ExchangeRunner` makes it."""
+        outgoing = Outgoing(step, segment, buckets)
+        if self.recorder is None:
+            return self.exchange.step(outgoing)
+        begin, before = self.clock.now, dict(self.exchange.outcomes())
+        self.recorder.begin_step(step)
+        incoming = self.exchange.step(outgoing)
+        self.record(Kind.EXCHANGE, begin, step)
+        outcomes = {name: count - before.get(name, 0) for name, count in self.exchange.outcomes().items()}
+        if incoming is not None:
+            outcomes |= {"skipped": incoming.num_skipped}
+        for name, number in outcomes.items():
+            if number:
+                self.recorder.add(Kind.OUTCOME, self.recorder.now(), step=step, name=name, number=number)
+        return incoming

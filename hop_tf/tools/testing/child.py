@@ -1,0 +1,81 @@
+"""What a process of a `MultiProcessRunner` does: it runs a function or a script, and leaves the value in a file.
+
+It is called in a fork of a process server, or run as a program: `python -P child.py specification value`. Nothing but
+the standard library is imported before the test's own code is.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import runpy
+import signal
+import sys
+from types import ModuleType
+
+# As in hop_tf.tools.processes.server, which this program must not import before `sys.path` is set.
+_STACKS_SIGNAL = signal.SIGUSR1
+
+# Where the main module of the test's process is loaded under its own name, its tests would run here.
+_MAIN = "__hop_tf_test_main__"
+
+
+def main(specification_path: str, value_path: str) -> None:
+    """Runs what the specification says.
+
+    Args:
+      specification_path: A pickled dictionary, see `MultiProcessRunner`.
+      value_path: Where to write the function's pickled value.
+    """
+    faulthandler.enable()
+    faulthandler.register(_STACKS_SIGNAL, all_threads=True)
+    with open(specification_path, "rb") as file:
+        specification = pickle.load(file)
+    sys.path[:] = specification["sys_path"]
+    if specification["function"] is None:
+        _run_script(specification["path"], specification["arguments"])
+        return
+    module = _load_module(specification["module"], specification["path"])
+    function = getattr(module, specification["function"])
+    value = function(*pickle.loads(specification["arguments"]))
+    _write_value(value, value_path)
+
+
+def _run_script(path: str, arguments: list[str]) -> None:
+    sys.argv[:] = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    runpy.run_path(path, run_name="__main__")
+
+
+def _load_module(name: str, path: str) -> ModuleType:
+    """Imports a module by name where that leads to its file, else from the file: a test file need not be importable."""
+    if _is_importable(name, path):
+        return importlib.import_module(name)
+    name = _MAIN if name == "__main__" else name
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _is_importable(name: str, path: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None and os.path.realpath(spec.origin) == os.path.realpath(path)
+
+
+def _write_value(value: object, path: str) -> None:
+    """Writes the value so that it is there as a whole, or not at all."""
+    with open(f"{path}.part", "wb") as file:
+        pickle.dump(value, file)
+    os.replace(f"{path}.part", path)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

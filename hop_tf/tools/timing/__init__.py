@@ -1,0 +1,60 @@
+"""How long a step takes, by the papers' models, and which settings they recommend.
+
+    costs                what a step computes, and what communication costs
+    pipe_sgd             Pipe-SGD: Equations 2 to 7
+    dts                  DTS: Table 1
+    dts_recommendation   which of its settings to take
+    measurement          the same for a live cluster
+    schedules            steps of ranks that are not alike
+
+All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.
+"""
+
+from hop_tf.tools.timing.costs import (
+    NetworkCosts,
+    Step,
+    communication_seconds,
+    scaling_efficiency,
+    sent_bytes,
+    way_of,
+)
+from hop_tf.tools.timing.dts import DTSPlan, bytes_per_step, non_computing_seconds, predict_dts
+from hop_tf.tools.timing.dts_recommendation import recommend_dts
+from hop_tf.tools.timing.measurement import MEASURED_CODECS, Measurement, measure
+from hop_tf.tools.timing.pipe_sgd import (
+    Plan,
+    pipelined_step_seconds,
+    predict,
+    recommend,
+    segmented_step_seconds,
+    synchronous_step_seconds,
+    unlimited_step_seconds,
+)
+from hop_tf.tools.timing.schedules import free_running_seconds, lock_step_seconds, server_seconds
+
+__all__ = [
+    "MEASURED_CODECS",
+    "DTSPlan",
+    "Measurement",
+    "NetworkCosts",
+    "Plan",
+    "Step",
+    "bytes_per_step",
+    "communication_seconds",
+    "free_running_seconds",
+    "lock_step_seconds",
+    "measure",
+    "non_computing_seconds",
+    "pipelined_step_seconds",
+    "predict",
+    "predict_dts",
+    "recommend",
+    "recommend_dts",
+    "scaling_efficiency",
+    "segmented_step_seconds",
+    "sent_bytes",
+    "server_seconds",
+    "synchronous_step_seconds",
+    "unlimited_step_seconds",
+    "way_of",
+]

@@ -1,0 +1,199 @@
+"""Which settings of DTS the model recommends. See `hop_tf.timing.dts`."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping
+
+from hop_tf import codecs
+from hop_tf.arguments import check_integer
+from hop_tf.strategies.dts.windows import MAX_WINDOWS, num_windows
+from hop_tf.tools.timing.costs import (
+    ALGORITHMS,
+    FLOAT32_BYTES,
+    RESOLUTION,
+    NetworkCosts,
+    Step,
+    check_codec_names,
+    num_messages,
+    scaling_efficiency,
+    way_of,
+)
+from hop_tf.tools.timing.dts import CODECS, DTSPlan, predict_dts
+
+# The largest of the paper's Table 2 (a).
+_MAX_DELAY, _MAX_INTERVAL = 20, 12
+_SYNCHRONOUS = (0, 1)
+# Until it has settled, and how long a schedule is looked at then.
+_SETTLING_CYCLES, _CYCLES = 10, 6
+
+
+def recommend_dts(
+    network: NetworkCosts,
+    step: Step,
+    *,
+    world_size: int,
+    num_bytes: float,
+    target_efficiency: float = 0.9,
+    max_delay: int = _MAX_DELAY,
+    max_interval: int = _MAX_INTERVAL,
+    codec_seconds_per_byte: Mapping[str, float] | None = None,
+    codec_names: Iterable[str] = CODECS,
+    bytes_per_value: float = FLOAT32_BYTES,
+) -> DTSPlan:
+    """The settings that change training least of those that reach the target, and that `DTSStrategy` accepts.
+
+    That is: the first codec with which delays and intervals within the limits reach it; with it the smallest D + p, by
+    which the other ranks' gradients are late at most; of these the smallest D; the mesh, if that will do. If nothing
+    reaches the target, the most efficient settings; of those within 2 % of these, the first in the same order. D = 0,
+    p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`.
+
+    Where several windows are under way, the model leaves out that each waits for the others' bytes more than once, a
+    message after the other, while links are idle in between. So what it finds must reach the target by a schedule of
+    all messages, too, whose times are returned (`scheduled_step_seconds`).
+
+    Args:
+      network: What communication costs.
+      step: What a step computes.
+      world_size: Number of ranks.
+      num_bytes: Size of the gradients as float32.
+      target_efficiency: The scaling efficiency to reach, above 0 and at most 1. Default 0.9.
+      max_delay: Largest D. Default 20, as in the paper's experiments.
+      max_interval: Largest p. Default 12, likewise.
+      codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
+        vectors. Default: none.
+      codec_names: Codecs to choose from, those that lose least first.
+      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
+
+    Returns:
+      The settings, with the reason.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    if not 0 < target_efficiency <= 1:
+        raise ValueError(
+            f"`target_efficiency` must be above 0 and at most 1. Received: target_efficiency={target_efficiency!r}."
+        )
+    check_integer("max_delay", max_delay, at_least=0)
+    check_integer("max_interval", max_interval, at_least=1)
+    codec_names = check_codec_names(codec_names)
+    costs = codec_seconds_per_byte or {}
+    delays = itertools.product(range(max_delay + 1), range(1, max_interval + 1))
+    delays = sorted((each for each in delays if num_windows(*each) <= MAX_WINDOWS), key=lambda each: (sum(each), each))
+    sizes = {"world_size": world_size, "num_bytes": num_bytes, "bytes_per_value": bytes_per_value}
+    plans = [
+        predict_dts(
+            network,
+            step,
+            delay=delay,
+            interval=interval,
+            codec=codec,
+            algorithm=algorithm,
+            codec_seconds_per_byte=costs.get(codec, 0.0),
+            **sizes,
+        )
+        for codec, (delay, interval), algorithm in itertools.product(codec_names, delays, ALGORITHMS)
+    ]
+    highest = max(plan.scaling_efficiency for plan in plans)
+    enough = target_efficiency if highest >= target_efficiency else highest / (1 + RESOLUTION)
+    best = _first_scheduled([plan for plan in plans if plan.scaling_efficiency >= enough], step, world_size, enough)
+    return dataclasses.replace(best, reason=_reason(step, plans, best, target_efficiency))
+
+
+def _first_scheduled(plans: list[DTSPlan], step: Step, world_size: int, enough: float) -> DTSPlan:
+    """The first plan that is efficient enough by its schedule; else the most efficient one."""
+    scheduled = []
+    for plan in plans:
+        scheduled.append(_scheduled(plan, step, world_size))
+        if scheduled[-1].scaling_efficiency >= enough:
+            return scheduled[-1]
+    return max(scheduled, key=lambda plan: plan.scaling_efficiency)
+
+
+def _scheduled(plan: DTSPlan, step: Step, world_size: int) -> DTSPlan:
+    """The plan with the times of its schedule, where windows share the links."""
+    if plan.delay < plan.interval:
+        return plan
+    # As `predict_dts` has it: an all-gather is one message.
+    way = way_of(codecs.get(plan.codec), plan.algorithm, world_size, FLOAT32_BYTES)[0]
+    step_seconds = scheduled_step_seconds(
+        plan.compute_seconds,
+        delay=plan.delay,
+        interval=plan.interval,
+        window_seconds=plan.window_seconds,
+        sending_seconds=plan.sending_seconds,
+        num_turns=num_messages(way, world_size),
+    )
+    return dataclasses.replace(
+        plan, step_seconds=step_seconds, scaling_efficiency=scaling_efficiency(step, step_seconds)
+    )
+
+
+def scheduled_step_seconds(
+    compute_seconds: float,
+    *,
+    delay: int,
+    interval: int,
+    window_seconds: float,
+    sending_seconds: float,
+    num_turns: int,
+) -> float:
+    """Duration of a step in the long run, event by event.
+
+    A window takes turns: its bytes of a turn leave, in the order in which all windows' turns begin, and are there a
+    latency later, when its next turn begins.
+
+    Args:
+      compute_seconds: Duration of a step without any waiting.
+      delay: D.
+      interval: p.
+      window_seconds: Time from a window's end until its mean is there, with idle links.
+      sending_seconds: The part of it in which the links, or the codec, are occupied.
+      num_turns: How many messages of a window follow each other.
+
+    Returns:
+      Seconds.
+    """
+    latency, sending = (window_seconds - sending_seconds) / num_turns, sending_seconds / num_turns
+    cycle = (delay // interval + 1) * interval  # Then the schedule repeats itself.
+    now, free_at, turns, means, ends = 0.0, 0.0, [], {}, []
+    for num_steps in range(1, (_SETTLING_CYCLES + _CYCLES) * cycle + 1):
+        now += compute_seconds
+        if num_steps % interval == 0:
+            heapq.heappush(turns, (now, num_steps, 1))
+        due = num_steps - delay
+        while due > 0 and due % interval == 0 and due not in means:
+            begin, window, turn = heapq.heappop(turns)
+            free_at = max(begin, free_at) + sending
+            if turn < num_turns:
+                heapq.heappush(turns, (free_at + latency, window, turn + 1))
+            else:
+                means[window] = free_at + latency
+        now = max(now, means.pop(due, 0.0))
+        ends.append(now)
+    return (ends[-1] - ends[_SETTLING_CYCLES * cycle - 1]) / (_CYCLES * cycle)
+
+
+def _reason(step: Step, plans: list[DTSPlan], best: DTSPlan, target_efficiency: float) -> str:
+    """`plans` begins with synchronous SGD, and with all of its codec."""
+    synchronous = plans[0]
+    reached = best.scaling_efficiency >= target_efficiency
+    if (best.delay, best.interval, best.codec) == (*_SYNCHRONOUS, synchronous.codec) and reached:
+        return f"Synchronous SGD reaches {best.scaling_efficiency:.0%}: it needs no delay."
+    waiting = synchronous.step_seconds - step.seconds
+    parts = [f"Synchronous SGD computes for {step.seconds:.4g} s a step, and waits for {waiting:.4g} s."]
+    if best.codec != synchronous.codec:
+        plain = next(plan for plan in plans if (plan.delay, plan.interval) == (best.delay, best.interval))
+        sizes = [f"{plan.bytes_per_step / 1e6:.3g} MB" for plan in (plain, best)]
+        parts.append(f"{best.codec} shortens what a rank sends a step from {sizes[0]} to {sizes[1]}.")
+    parts.append(
+        f"A window takes {best.interval * step.seconds:.4g} s, and its bytes occupy the links for "
+        f"{best.sending_seconds:.4g} s; its mean is there after {best.window_seconds:.4g} s, and due after "
+        f"{best.delay * step.seconds:.4g} s."
+    )
+    if not reached:
+        parts.append(f"No settings reach {target_efficiency:.0%}; these are the best.")
+    return " ".join(parts)

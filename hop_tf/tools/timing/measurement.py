@@ -1,0 +1,321 @@
+"""Measures what the models need to know, on a live cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hop_tf import codecs
+from hop_tf.arguments import check_choice
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.tools.timing import dts, dts_recommendation, pipe_sgd
+from hop_tf.tools.timing.costs import ALGORITHMS, FLOAT32_BYTES, NetworkCosts, Step
+
+if TYPE_CHECKING:
+    from hop_tf.strategy import ExchangeStrategy
+
+# Those whose costs are measured.
+MEASURED_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
+
+# A vector is long enough when its bytes take so long to send, and no less than what its messages wait for each other:
+# connections send slowly at first. Or when it has the most values.
+_LONG_SECONDS = 0.2
+_MIN_VALUES, _MAX_VALUES = 1 << 18, 1 << 24
+_NUM_SHORT, _NUM_LONG, _NUM_MESH = 20, 3, 5
+_MANY_SECONDS = 2.0  # Where many short ones would take longer than this, few must do.
+_CODEC_VALUES = 1 << 20  # More than fit into a cache.
+_SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
+# The least part of a long all-reduce in which bytes are sent, whatever the noise on a busy machine says: no rate is
+# infinite.
+_MIN_SENDING_SHARE = 0.1
+# Of each rank, so many of its latest steps are looked at.
+_MAX_STEPS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What `measure` has found; equal on all ranks.
+
+    Attributes:
+      world_size: Number of ranks.
+      num_bytes: Bytes of the variables that are exchanged in a step. Predictions take all of them for what a codec
+        encodes, though float64, and variables that are not trained, never pass through one.
+      network: What communication costs.
+      step: What a step computes. A step without its waiting counts as computation, one third of it as forward pass.
+      codec_seconds_per_byte: For each codec, with its defaults, the time that a rank encodes and decodes for, per byte
+        of float32. Predictions for other settings of it take the same.
+      bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. Where types are mixed, the mean.
+      rank_seconds: By rank, how long its latest steps took without waiting, as many of each rank. Those of one column
+        are of the same time. Empty: all steps of all ranks take `step.seconds`.
+
+    Raises:
+      ValueError: If `rank_seconds` are not as many of each of `world_size` ranks.
+    """
+
+    world_size: int
+    num_bytes: int
+    network: NetworkCosts
+    step: Step
+    codec_seconds_per_byte: Mapping[str, float]
+    bytes_per_value: float = FLOAT32_BYTES
+    rank_seconds: Sequence[Sequence[float]] = ()
+
+    def __post_init__(self):
+        lengths = [len(each) for each in self.rank_seconds]
+        if lengths and (len(lengths) != self.world_size or min(lengths) == 0 or len(set(lengths)) > 1):
+            raise ValueError(
+                f"`rank_seconds` must be as many steps of each of world_size={self.world_size} ranks. "
+                f"Received: rank_seconds with {lengths} steps."
+            )
+
+    @property
+    def slowness(self) -> np.ndarray:
+        """How many times as long the median step of each rank takes as that of most: array [world_size].
+
+        That is the median over the ranks; of an even number of them, the lower one.
+        """
+        if not self.rank_seconds:
+            return np.ones(self.world_size)
+        usual = np.median(self.rank_seconds, axis=1)
+        return usual / np.sort(usual)[(self.world_size - 1) // 2]
+
+    @property
+    def typical_step(self) -> Step:
+        """The step of a rank like most others; see `slowness`."""
+        if not self.rank_seconds or not self.step.seconds:
+            return self.step
+        times = float(np.median(self.rank_seconds[0])) / self.slowness[0] / self.step.seconds
+        return Step(**{name: times * seconds for name, seconds in dataclasses.asdict(self.step).items()})
+
+    @property
+    def typical(self) -> Measurement:
+        """The same, with the step of a rank like most others."""
+        return dataclasses.replace(self, step=self.typical_step)
+
+    def durations(self, num_steps: int) -> np.ndarray:
+        """Steps of all ranks, drawn from those that were measured: array [world_size, num_steps]. The same each time.
+
+        Steps that were made at the same time stay together. Nothing else is drawn twice before all are.
+        """
+        if not self.rank_seconds:
+            return np.full((self.world_size, num_steps), self.step.seconds)
+        measured, generator = np.array(self.rank_seconds, float), np.random.default_rng(0)
+        num_rounds = -(-num_steps // measured.shape[1])
+        order = np.concatenate([generator.permutation(measured.shape[1]) for _ in range(num_rounds)])
+        return measured[:, order[:num_steps]]
+
+    def predict(self, **settings) -> pipe_sgd.Plan:
+        """What the model says of `settings` of Pipe-SGD; see `hop_tf.timing.predict`.
+
+        Raises:
+          ValueError: If an argument is out of range, or the codec was not measured.
+        """
+        return self._predict(pipe_sgd.predict, settings)
+
+    def recommend(self, **arguments) -> pipe_sgd.Plan:
+        """The settings of Pipe-SGD to take; see `hop_tf.timing.recommend`."""
+        return self._recommend(pipe_sgd.recommend, arguments)
+
+    def predict_dts(self, **settings) -> dts.DTSPlan:
+        """What the model says of `settings` of DTS; see `hop_tf.timing.predict_dts`."""
+        return self._predict(dts.predict_dts, settings)
+
+    def recommend_dts(self, **arguments) -> dts.DTSPlan:
+        """The settings of DTS to take; see `hop_tf.timing.recommend_dts`."""
+        return self._recommend(dts_recommendation.recommend_dts, arguments)
+
+    def _predict(self, predict: Callable, settings: Mapping):
+        name = codecs.get(settings.get("codec")).name
+        self._check_measured("codec", name)
+        return self._call(predict, codec_seconds_per_byte=self.codec_seconds_per_byte[name], **settings)
+
+    def _recommend(self, recommend: Callable, arguments: Mapping):
+        if "codec_names" in arguments:
+            arguments = {**arguments, "codec_names": list(arguments["codec_names"])}
+            for name in arguments["codec_names"]:
+                self._check_measured("codec_names", name)
+        return self._call(recommend, codec_seconds_per_byte=self.codec_seconds_per_byte, **arguments)
+
+    def _check_measured(self, argument: str, name: str) -> None:
+        check_choice(argument, name, list(self.codec_seconds_per_byte))
+
+    def _call(self, function: Callable, **arguments):
+        return function(
+            self.network,
+            self.step,
+            world_size=self.world_size,
+            num_bytes=FLOAT32_BYTES * self.num_bytes / self.bytes_per_value,
+            bytes_per_value=self.bytes_per_value,
+            **arguments,
+        )
+
+
+def measure(strategy: ExchangeStrategy) -> Measurement:
+    """Measures the live links, this machine's codecs, and the steps of the last `fit`.
+
+    A collective: every rank calls it, after a `fit`. It takes some seconds, and more where round trips are long:
+    all-reduces of two lengths, by ring and by mesh, whose durations give alpha and S (medians of the short ones) and
+    beta (the least of the long rings; of the long meshes, which differ more, the median); gamma and the codecs are
+    timed on all ranks at once. Means over the ranks are taken.
+
+    Args:
+      strategy: The strategy, of any scheme.
+
+    Returns:
+      The measurement; equal on all ranks.
+
+    Blocks: until all ranks call it.
+
+    Raises:
+      RuntimeError: If it is called within `fit`, or in a world of one; on all ranks, if one has not timed any steps.
+      HopError: If a rank was lost or has ended.
+    """
+    compute_seconds = _compute_seconds(strategy)
+    rank_seconds = _rank_seconds(strategy)
+    costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in MEASURED_CODECS}
+    mesh, ring = (_short_all_reduce(strategy, name) for name in ALGORITHMS)
+    num_values, long_ring = _long_all_reduce(strategy, ring)
+    # In a mesh packets may be dropped: what a step takes is not the best that there is.
+    long_mesh = statistics.median(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_MESH))
+    numbers = [_reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
+    gamma, mesh, ring, long_mesh, long_ring, *costs_of_all = _mean(strategy, numbers)
+    # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.
+    p = strategy.world_size
+    latency = max(0.0, (ring - mesh) / (2 * p - 4)) if p > 2 else mesh / 2
+    share = (p - 1) / p
+    num_bytes = FLOAT32_BYTES * num_values
+    in_mesh, in_ring = (
+        max(_MIN_SENDING_SHARE * long, long - short - share * num_bytes * gamma)
+        for long, short in ((long_mesh, mesh), (long_ring, ring))
+    )
+    num_exchanged = strategy.num_exchanged_bytes
+    return Measurement(
+        world_size=p,
+        num_bytes=num_exchanged,
+        bytes_per_value=num_exchanged / strategy.num_exchanged_values if num_exchanged else FLOAT32_BYTES,
+        network=NetworkCosts(
+            latency_seconds=min(latency, mesh / 2),
+            seconds_per_byte=in_ring / (2 * share * num_bytes),
+            reduce_seconds_per_byte=gamma,
+            synchronization_seconds=max(0.0, mesh - 2 * latency),
+            mesh_slowdown=in_mesh / in_ring,
+        ),
+        step=Step.of_computing(compute_seconds),
+        # What adding costs is in gamma.
+        codec_seconds_per_byte={name: max(0.0, cost - gamma) for name, cost in zip(costs, costs_of_all, strict=True)},
+        rank_seconds=rank_seconds,
+    )
+
+
+def _compute_seconds(strategy: ExchangeStrategy) -> float:
+    """Duration of a step. All ranks raise where one does not know it: none waits for another one's all-reduce."""
+    seconds = strategy.report()["compute_seconds"]
+    seconds, share_without = _mean(strategy, [seconds, float(not seconds)])
+    if share_without:
+        raise RuntimeError(
+            "`measure` needs the durations of some steps of every rank. Call it after a `fit` of several ones, without "
+            "`run_eagerly` and op determinism."
+        )
+    return seconds
+
+
+def _rank_seconds(strategy: ExchangeStrategy) -> tuple[tuple[float, ...], ...]:
+    """The latest steps of all ranks, as many of each: a rank's own row beside zeros, in the mean over the ranks."""
+    own = np.maximum(strategy.latest_step_seconds()[-_MAX_STEPS:], 0).astype(np.float32)
+    rows = np.zeros((strategy.world_size, 1 + _MAX_STEPS), np.float32)
+    rows[strategy.rank, 0] = own.size
+    rows[strategy.rank, rows.shape[1] - own.size :] = own
+    of_all = strategy.world_size * np.reshape(_mean(strategy, rows.reshape(-1)), rows.shape)
+    num_steps = round(float(of_all[:, 0].min()))
+    return tuple(tuple(map(float, row)) for row in of_all[:, rows.shape[1] - num_steps :]) if num_steps else ()
+
+
+def _short_all_reduce(strategy: ExchangeStrategy, algorithm: str) -> float:
+    """Median duration of an all-reduce of next to no values."""
+    seconds = statistics.median(_all_reduce_seconds(strategy, algorithm, 1, _NUM_LONG))
+    if _mean(strategy, [seconds])[0] * _NUM_SHORT > _MANY_SECONDS:
+        return seconds
+    return statistics.median(_all_reduce_seconds(strategy, algorithm, 1, _NUM_SHORT))
+
+
+def _long_all_reduce(strategy: ExchangeStrategy, short: float) -> tuple[int, float]:
+    """Number of values, and least duration, of a ring that takes long enough to tell the rate.
+
+    Args:
+      strategy: The strategy.
+      short: How long a ring of next to no values takes.
+    """
+    num_values = _MIN_VALUES
+    while True:
+        long = min(_all_reduce_seconds(strategy, "ring", num_values, _NUM_LONG))
+        long_of_all, short_of_all = _mean(strategy, [long, short])
+        is_long = long_of_all - short_of_all >= max(_LONG_SECONDS, short_of_all)
+        if is_long or num_values >= _MAX_VALUES:
+            return num_values, long
+        num_values *= 4
+
+
+def _all_reduce_seconds(strategy: ExchangeStrategy, algorithm: str, num_values: int, num_times: int) -> list[float]:
+    """Duration of each time, after one to warm up."""
+    reduction = strategy.make_all_reduce(algorithm, num_values)
+    values = np.ones(num_values, np.float32)
+    steps = iter(range(num_times + 1))
+    try:
+        return [_seconds(lambda: reduction.mean(next(steps), [values], _everybody)) for _ in range(num_times + 1)][1:]
+    finally:
+        reduction.close()
+
+
+def _mean(strategy: ExchangeStrategy, numbers: Iterable[float]) -> list[float]:
+    values = np.array(list(numbers), np.float32)
+    reduction = strategy.make_all_reduce("mesh", values.size)
+    try:
+        return [float(value) for value in reduction.mean(0, [values], _everybody)[0]]
+    finally:
+        reduction.close()
+
+
+def _everybody(rank: int, step: int) -> bool:
+    return True
+
+
+def _codec_seconds_per_byte(strategy: ExchangeStrategy, codec: codecs.Codec) -> float:
+    """A rank encodes and decodes every value once, and adds what others have sent."""
+    pool = BufferPool()
+    values = np.random.default_rng(0).normal(size=_CODEC_VALUES).astype(np.float32)
+    out = np.zeros_like(values)
+
+    def run() -> None:
+        data = codec.encode(values, pool)
+        codec.accumulate(data, out)
+        codec.decode(data, out)
+
+    return _seconds_on_all_ranks(strategy, run) / values.nbytes
+
+
+def _reduce_seconds_per_byte(strategy: ExchangeStrategy) -> float:
+    values, total = np.ones((2, _CODEC_VALUES), np.float32)
+    return _seconds_on_all_ranks(strategy, lambda: np.add(total, values, out=total)) / values.nbytes
+
+
+def _seconds_on_all_ranks(strategy: ExchangeStrategy, run: Callable[[], object]) -> float:
+    """Mean duration while all ranks do the same, as in an all-reduce: some may share their processors."""
+    run()
+    _mean(strategy, [0.0])  # They begin together.
+    start = time.perf_counter()
+    num_times = 0
+    while (seconds := time.perf_counter() - start) < _SHARED_SECONDS or num_times < _NUM_LONG:
+        run()
+        num_times += 1
+    return seconds / num_times
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start

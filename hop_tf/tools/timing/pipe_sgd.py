@@ -1,0 +1,264 @@
+"""How long a step takes under Pipe-SGD, by the paper's model, and which settings it recommends.
+
+References:
+  Li, Yu, Li, Avestimehr, Kim, Schwing. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
+  Training. NeurIPS 2018. Equations 2 to 7.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
+
+from hop_tf import codecs
+from hop_tf.arguments import check_integer
+from hop_tf.runtime.choosing import choose
+from hop_tf.tools.timing.costs import (
+    ALGORITHMS,
+    FLOAT32_BYTES,
+    RESOLUTION,
+    NetworkCosts,
+    Step,
+    check_codec_names,
+    communication_seconds,
+    scaling_efficiency,
+    way_of,
+)
+
+CODECS = ("identity", "truncate16", "int8")
+_SEGMENTS = (1, 2, 4)
+
+
+def synchronous_step_seconds(step: Step, communication_seconds: float) -> float:
+    """Equation 2, for one step: update, computation and communication one after the other (D-Sync).
+
+    Args:
+      step: What a step computes.
+      communication_seconds: Duration of its all-reduce [l_comm].
+
+    Returns:
+      Seconds.
+    """
+    return step.seconds + communication_seconds
+
+
+def unlimited_step_seconds(step: Step, communication_seconds: float, pipeline_width: int) -> float:
+    """Equation 3, for one step: as if computers and links could do K steps at once.
+
+    Args:
+      step: What a step computes.
+      communication_seconds: Duration of its all-reduce.
+      pipeline_width: K.
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: If `pipeline_width` is less than 1.
+    """
+    check_integer("pipeline_width", pipeline_width, at_least=1)
+    return (step.seconds + communication_seconds) / pipeline_width
+
+
+def pipelined_step_seconds(step: Step, communication_seconds: float) -> float:
+    """Equations 4 and 5, for one step: what takes longer hides the other, whatever the width K >= 2.
+
+    Args:
+      step: What a step computes.
+      communication_seconds: Duration of its all-reduce.
+
+    Returns:
+      Seconds.
+    """
+    return max(step.seconds, communication_seconds)
+
+
+def segmented_step_seconds(step: Step, communication_seconds: float, num_segments: int) -> float:
+    """Equation 6, for one step with K >= 2: computation up to the first segment's gradients, or communication.
+
+    The first of L equal segments is there after 1/L of the backward pass [l_b]. The paper leaves out that a step cannot
+    be shorter than its own computation: `predict` takes the longer one of this and `pipelined_step_seconds`. So with
+    K >= 2 segments only cost; with K = 1 they hide communication, see there.
+
+    Args:
+      step: What a step computes.
+      communication_seconds: Duration of its all-reduce in so many segments.
+      num_segments: L.
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: If `num_segments` is less than 1.
+    """
+    check_integer("num_segments", num_segments, at_least=1)
+    until_first = step.update_seconds + step.forward_seconds + step.backward_seconds / num_segments
+    return max(until_first, communication_seconds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings of `PipeSGDStrategy`, and what the model says of them.
+
+    Attributes:
+      pipeline_width: K.
+      codec: Name of the codec.
+      num_segments: L.
+      algorithm: "mesh" or "ring".
+      communication_seconds: Duration of an all-reduce.
+      step_seconds: Duration of a step.
+      scaling_efficiency: See `scaling_efficiency`.
+      reason: Why, in a sentence. Empty but for the recommended one.
+    """
+
+    pipeline_width: int
+    codec: str
+    num_segments: int
+    algorithm: str
+    communication_seconds: float
+    step_seconds: float
+    scaling_efficiency: float
+    reason: str = ""
+
+
+def predict(
+    network: NetworkCosts,
+    step: Step,
+    *,
+    world_size: int,
+    num_bytes: float,
+    pipeline_width: int = 2,
+    codec: str | codecs.Codec | None = None,
+    num_segments: int = 1,
+    algorithm: str = "mesh",
+    codec_seconds_per_byte: float = 0.0,
+    bytes_per_value: float = FLOAT32_BYTES,
+) -> Plan:
+    """What the model says of settings.
+
+    With K = 1 and L segments the first of them travel during the backward pass: the step takes until the last gradient
+    is there, and the last segment's all-reduce; or as long as forward pass, first segment and all of communication.
+
+    Args:
+      network: What communication costs.
+      step: What a step computes.
+      world_size: Number of ranks.
+      num_bytes: Size of the gradients as float32.
+      pipeline_width: K.
+      codec: As of `PipeSGDStrategy`.
+      num_segments: L.
+      algorithm: "mesh" or "ring".
+      codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the gradients.
+      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
+
+    Returns:
+      The settings with their times.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    check_integer("pipeline_width", pipeline_width, at_least=1)
+    codec = codecs.get(codec)
+    way, bytes_per_byte = way_of(codec, algorithm, world_size, bytes_per_value)
+    communication = communication_seconds(
+        network,
+        world_size=world_size,
+        num_bytes=num_bytes,
+        num_segments=num_segments,
+        algorithm=way,
+        bytes_per_byte=bytes_per_byte,
+        codec_seconds_per_byte=codec_seconds_per_byte,
+    )
+    if pipeline_width == 1:
+        hidden = step.backward_seconds * (1 - 1 / num_segments)
+        step_seconds = max(
+            step.seconds + communication / num_segments, synchronous_step_seconds(step, communication) - hidden
+        )
+    else:
+        step_seconds = max(
+            segmented_step_seconds(step, communication, num_segments), pipelined_step_seconds(step, communication)
+        )
+    return Plan(
+        pipeline_width=pipeline_width,
+        codec=codec.name,
+        num_segments=num_segments,
+        algorithm=algorithm,
+        communication_seconds=communication,
+        step_seconds=step_seconds,
+        scaling_efficiency=scaling_efficiency(step, step_seconds),
+    )
+
+
+def recommend(
+    network: NetworkCosts,
+    step: Step,
+    *,
+    world_size: int,
+    num_bytes: float,
+    codec_seconds_per_byte: Mapping[str, float] | None = None,
+    codec_names: Iterable[str] = CODECS,
+    bytes_per_value: float = FLOAT32_BYTES,
+) -> Plan:
+    """The settings with which a step is short, and that are worth what they change of training.
+
+    Ranks that choose by measured times have the same rule (`hop_tf.runtime.choosing`): another codec, or a larger
+    width, has to save 15 % of a step. What changes training least is, in this order: the smaller width, the codec that
+    comes first in `codec_names`, fewer segments, the mesh.
+
+    Args:
+      network: What communication costs.
+      step: What a step computes.
+      world_size: Number of ranks.
+      num_bytes: Size of the gradients as float32.
+      codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
+        gradients. Default: none.
+      codec_names: Codecs to choose from, those that lose least first.
+      bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
+
+    Returns:
+      The settings, with the reason.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    codec_names = check_codec_names(codec_names)
+    costs = codec_seconds_per_byte or {}
+    plans = [
+        predict(
+            network,
+            step,
+            world_size=world_size,
+            num_bytes=num_bytes,
+            pipeline_width=width,
+            codec=codec,
+            num_segments=num_segments,
+            algorithm=algorithm,
+            codec_seconds_per_byte=costs.get(codec, 0.0),
+            bytes_per_value=bytes_per_value,
+        )
+        for width, codec, num_segments, algorithm in itertools.product((1, 2), codec_names, _SEGMENTS, ALGORITHMS)
+    ]
+    best = choose(plans, lambda plan: plan.step_seconds, lambda plan: (plan.codec, plan.pipeline_width))
+    plain = plans[0]
+    return dataclasses.replace(best, reason=_reason(step, plain, best))
+
+
+def _reason(step: Step, plain: Plan, best: Plan) -> str:
+    with_codec = "without a codec" if plain.codec == "identity" else f"with {plain.codec}"
+    if plain.communication_seconds <= RESOLUTION * step.seconds:
+        return f"Communication takes next to no time: synchronous training {with_codec} is as fast as any."
+    parts = [
+        f"Computation takes {step.seconds:.4g} s, and communication {with_codec} {plain.communication_seconds:.4g} s."
+    ]
+    way = " in a ring" if best.algorithm != plain.algorithm else ""
+    if best.codec != plain.codec:
+        parts.append(f"{best.codec}{way} shortens it to {best.communication_seconds:.4g} s.")
+    elif way:
+        parts.append(f"That is in a mesh;{way} it takes {best.communication_seconds:.4g} s.")
+    if best.pipeline_width > 1:
+        longer = "computation" if step.seconds >= best.communication_seconds else "communication"
+        parts.append(f"Width 2 hides one behind the other, so that a step takes as long as {longer}.")
+    elif best.num_segments > 1:
+        parts.append("In segments it is hidden behind the backward pass, without a delay.")
+    return " ".join(parts)

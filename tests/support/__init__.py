@@ -1,0 +1,242 @@
+"""What tests of several strategies share: the strategies, models and callbacks."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import runpy
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from unittest import mock
+
+import keras
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.errors import HopError
+from hop_tf.runtime import choices
+from hop_tf.runtime.autotuning import Autotuner
+from hop_tf.tools.testing import InProcessCluster
+
+# Whether this is `make stress`, which tries many events where `make test` tries some.
+IS_STRESS = "HOP_TF_SCHEDULE_SEED" in os.environ
+NUM_RANKS = 2  # Of `Member.run`.
+_EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+_WAIT_SECONDS = 60.0
+_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
+
+LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A strategy, and what it promises.
+
+    Attributes:
+      make: Makes it; called with `cluster_resolver` and `communication_options`.
+      num_ps: Parameter servers that it needs.
+      is_in_lock_step: Whether ranks wait for each other anyhow, so that values of all of them may be combined.
+      is_equal_after_fit: Whether what is trained is equal on all ranks, to the bit, when `fit` has ended.
+      goes_on_without_lost: Whether the others go on when a rank dies; else they raise PeerLostError.
+      num_devices: Of each rank.
+      refuses: Where it cannot keep a promise: by the name of the test, what the error says that users get in its place.
+    """
+
+    make: Callable
+    num_ps: int = 0
+    is_in_lock_step: bool = False
+    is_equal_after_fit: bool = False
+    goes_on_without_lost: bool = False
+    num_devices: int = 1
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def run(self, fn, options=_OPTIONS, **settings):
+        """What `fn(strategy)` returns on each of `NUM_RANKS` ranks in this process.
+
+        Args:
+          fn: What a rank does.
+          options: How ranks talk to each other.
+          **settings: Further arguments of the strategy.
+        """
+
+        def make(cluster_resolver):
+            return self.make(cluster_resolver=cluster_resolver, communication_options=options, **settings)
+
+        return InProcessCluster(NUM_RANKS, make, num_ps=self.num_ps).run(fn)
+
+
+MEMBERS = {
+    "hop": Member(hop_tf.HopStrategy),
+    "pipe_sgd": Member(hop_tf.PipeSGDStrategy, is_in_lock_step=True, is_equal_after_fit=True),
+    "dts": Member(hop_tf.DTSStrategy, is_in_lock_step=True, is_equal_after_fit=True),
+    "canary": Member(
+        hop_tf.CanaryStrategy,
+        is_equal_after_fit=True,
+        goes_on_without_lost=True,
+        refuses={"test_several_optimizers": "a step must update by one optimizer only"},
+    ),
+    "shat": Member(
+        hop_tf.SHATParameterServerStrategy,
+        num_ps=1,
+        goes_on_without_lost=True,
+    ),
+    "own": Member(LocalSGDStrategy),  # Equal but for rounding.
+    "canary_synchronous": Member(
+        lambda **arguments: hop_tf.CanaryStrategy(consistency="bsp", **arguments),
+        is_in_lock_step=True,
+        is_equal_after_fit=True,
+    ),
+}
+# The same, with two devices in each rank: `conftest.py` has them made of the processor, and so does a test's process.
+TWO_DEVICES = ["CPU:0", "CPU:1"]
+ON_TWO_DEVICES = {
+    f"{name}_on_two_devices": dataclasses.replace(
+        member, make=functools.partial(member.make, devices=TWO_DEVICES), num_devices=len(TWO_DEVICES)
+    )
+    for name, member in MEMBERS.items()
+}
+
+
+def make_two_devices():
+    """Makes `TWO_DEVICES` of the processor, where TensorFlow is not in use yet."""
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(TWO_DEVICES))
+
+
+def linear_loss(y, y_pred):
+    """Its gradients do not depend on the weights: their order, and what they add up to, are known beforehand."""
+    return tf.reduce_sum(y * y_pred, axis=-1)
+
+
+def two_kernels(num_inputs, num_outputs, kernel="ones", names=("first", "second")):
+    """The products of inputs and two kernels, added.
+
+    Args:
+      num_inputs: Length of an input.
+      num_outputs: Length of an output.
+      kernel: Initializer of both kernels.
+      names: Names of the layers.
+    """
+    inputs = keras.Input((num_inputs,))
+    layers = [keras.layers.Dense(num_outputs, use_bias=False, kernel_initializer=kernel, name=name) for name in names]
+    return keras.Model(inputs, keras.layers.add([layer(inputs) for layer in layers]))
+
+
+def error_of(call, *arguments, **keywords):
+    """What a call raises; None if it returns."""
+    try:
+        call(*arguments, **keywords)
+    except Exception as error:
+        return error
+    return None
+
+
+class OneWeight(keras.Model):
+    """One weight, whose gradient is the mean of the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = self.add_weight(shape=(1,), initializer="zeros")
+
+    def call(self, x):
+        return x * self.w
+
+
+class OwnOptimizers(keras.Model):
+    """Has an optimizer for each kernel, and a linear loss. Optimizers get their variables in the first step."""
+
+    def __init__(self, network, optimizers):
+        super().__init__()
+        self.network = network
+        self.optimizers = optimizers
+        self.output_shape = network.output_shape
+
+    def call(self, inputs):
+        return self.network(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(linear_loss(y, self.network(x)))
+        kernels = self.network.trainable_variables
+        for optimizer, gradient, kernel in zip(self.optimizers, tape.gradient(loss, kernels), kernels, strict=True):
+            optimizer.apply([gradient], [kernel])
+        return {"loss": loss}
+
+
+class Unused(keras.layers.Layer):
+    """Has a variable that gets no gradient."""
+
+    def build(self, shape):
+        self.unused = self.add_weight(shape=(3,), initializer="ones")
+
+    def call(self, inputs):
+        return inputs
+
+
+def fewer_steps(strategy, num_steps, rank=1):
+    """Further arguments of `fit`, with which a rank makes only so many steps, and the others go on."""
+    return {"epochs": 1, "steps_per_epoch": num_steps} if strategy.rank == rank else {}
+
+
+class StopRank1(keras.callbacks.Callback):
+    """Stops the training of rank 1 after the batch `batch` of an epoch."""
+
+    def __init__(self, rank, batch):
+        super().__init__()
+        self._rank = rank
+        self._batch = batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._rank == 1 and batch == self._batch:
+            self.model.stop_training = True
+
+
+def start_program(test, command, **arguments):
+    """Starts a program whose output `test` reads; it is killed when the test has ended."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **arguments)
+    test.addCleanup(process.stdout.close)
+    test.addCleanup(process.wait)
+    test.addCleanup(process.kill)
+    return process
+
+
+class AbortOnRank1(keras.callbacks.Callback):
+    """Ends the job on rank 1, while the others are between two steps and have heard of it when they go on."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            if self._strategy.rank == 1:
+                raise HopError("broken on purpose")
+            with contextlib.suppress(HopError):
+                self._strategy.training.worker.membership.wait_until(lambda: False, _WAIT_SECONDS)
+
+
+def train_with_late_determinism(cluster, world_size, train):
+    """Trains on all ranks of a cluster, whose operations become deterministic when all strategies are made."""
+    all_are_made = threading.Barrier(world_size)
+
+    def run(strategy):
+        all_are_made.wait(_WAIT_SECONDS)
+        is_deterministic.return_value = True
+        train(strategy)
+
+    with mock.patch.object(choices, "is_deterministic", return_value=False) as is_deterministic:
+        cluster.run(run)
+
+
+def scripted_choices(script):
+    """An `Autotuner.hear` that follows a script in place of times: `script(step)` is the setting of a step."""
+
+    def hear(self, mean):
+        self._num_steps += 1
+        assert mean.size == 4 * self._world_size
+        self.setting = script(self._num_steps)
+
+    return mock.patch.object(Autotuner, "hear", hear)
