@@ -1,17 +1,17 @@
-"""How long all-reduce takes, beside PyTorch's gloo and TensorFlow's RING.
+"""Measures the time of all-reduce, compared with PyTorch's gloo and TensorFlow's RING.
 
     python benchmarks/benchmark_allreduce.py --world_sizes=2,4 --megabytes=1,25,100 --links=loopback,1e9
 
-Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root) with so many bits
-per second each way. In each of them all members exist side by side, and take turns within every round, so that what
-slows the machine slows all of them. A round's time is that of the slowest rank, from a common start. Shown are
-medians, of how many rounds, and gloo's time in the same rounds over that of the member: above 1 is faster than gloo.
+Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root). A link is given as
+bits per second each way. Each process holds all members, which take turns within every round. So a busy machine slows
+all of them. A round's time is that of the slowest rank, from a common start. The table shows medians, the number of
+rounds, and gloo's time in the same rounds over that of the member: above 1 is faster than gloo.
 
     mesh, ring    hop_tf's, with the codec behind the slash
-    gloo          torch.distributed.all_reduce (where PyTorch is installed: the package `torch`)
+    gloo          torch.distributed.all_reduce (if PyTorch is installed: the package `torch`)
     RING          tf.distribute.MultiWorkerMirroredStrategy, CommunicationImplementation.RING
 
-`limit` is the least time at which a rank can send and receive 2 (n - 1) / n times its bytes at the link's rate.
+`limit` is the least time in which a rank can send and receive 2 (n - 1) / n times its bytes at the link's rate.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Member(abc.ABC):
     """One rank of a way to all-reduce."""
 
     def prepare(self, values: np.ndarray) -> None:
-        """Takes the values in the form that a training step has them in. Not timed."""
+        """Takes the values in the form of a training step. Not timed."""
 
     @abc.abstractmethod
     def mean(self, values: np.ndarray) -> Any:
-        """The mean over ranks of `values`, those that were prepared last: what `np.asarray` makes an array of."""
+        """Returns the mean over ranks of `values`, which were prepared last, in a form for `np.asarray`."""
 
     def close(self) -> None:
-        """Releases what the member holds."""
+        """Releases the member's resources."""
 
 
 class Ours(Member):
@@ -112,12 +112,12 @@ class Gloo(Member):
         self._torch = peers.join_gloo(rank, addresses)
 
     def mean(self, values: np.ndarray) -> Any:
-        # In place, as its users have it: the copy is not counted (see `prepare`).
+        # In place, as users call it. The copy is made in `prepare`, which is not timed.
         self._torch.distributed.all_reduce(self._tensor)
         return self._tensor.div_(self._torch.distributed.get_world_size())
 
     def prepare(self, values: np.ndarray) -> None:
-        """Takes the values, which the sum will replace."""
+        """Copies the values, because the sum replaces them."""
         self._tensor = self._torch.from_numpy(values.copy())
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ def _make(name: str, *arguments) -> Member:
 
 
 def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
-    """Seconds of each round for each member, at this rank."""
+    """Returns the seconds of each round for each member, at this rank."""
     size = case["bytes"] // 4
     values = _values(rank, size)
     addresses = case["addresses"]
@@ -170,7 +170,7 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     for index, name in sorted(enumerate(case["members"]), key=lambda item: item[1] != "RING"):
         members[name] = _make(name, rank, addresses[index], size)
     barrier = Ours("mesh/identity", rank, addresses[-1], 1)
-    for name, member in members.items():  # To warm up. Nobody is fast and wrong.
+    for name, member in members.items():  # Warms up, and checks that the results are right.
         _, mean = _timed_mean(member, barrier, values)
         _check(name, np.asarray(mean), world_size, size)
         del mean
@@ -188,7 +188,7 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
 
 
 def _timed_mean(member: Member, barrier: Member, values: np.ndarray) -> tuple[float, Any]:
-    """How long a member takes from a common start, and what it has computed."""
+    """Returns the seconds that a member takes from a common start, and its result."""
     member.prepare(values)
     barrier.mean(np.float32([0.0]))
     begin = time.monotonic()
@@ -197,12 +197,12 @@ def _timed_mean(member: Member, barrier: Member, values: np.ndarray) -> tuple[fl
 
 
 def _values(rank: int, size: int) -> np.ndarray:
-    """The values of a rank."""
+    """Returns the values of a rank."""
     return np.random.default_rng(rank).normal(size=size).astype(np.float32)
 
 
 def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
-    """Raises RuntimeError if values, taken from all over the vector, are not the mean."""
+    """Raises RuntimeError if some values, from all parts of the vector, are not the mean."""
     part = slice(0, size, -(-size // _CHECKED_VALUES))
     expected = np.mean([_kept(name, rank, size, part) for rank in range(world_size)], axis=0)
     error = np.sqrt(np.mean((mean[part] - expected) ** 2) / np.mean(expected**2))
@@ -211,7 +211,7 @@ def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
 
 
 def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
-    """What a member is to average of some values of a rank: all, or those that its codec selects."""
+    """Returns the part of a rank's values with zeros for values that the member's codec does not select."""
     from hop_tf import codecs
 
     codec = codecs.get(name.partition("/")[2] or None)
@@ -228,7 +228,7 @@ def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
 
 
 def _medians(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
-    """Median seconds of each member, each round that of its slowest rank."""
+    """Returns the median seconds of each member. A round's time is that of its slowest rank."""
     return {
         name: statistics.median(map(max, zip(*(result[name] for result in results), strict=True)))
         for name in results[0]
@@ -236,14 +236,14 @@ def _medians(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
 
 
 def _traffic(world_size: int, num_bytes: int) -> float:
-    """Bytes that a rank sends of float32, and receives."""
+    """Returns the bytes that a rank sends, and receives, in float32."""
     return 2 * (world_size - 1) / world_size * num_bytes
 
 
 def _timeout_seconds(link: str, world_size: int, num_bytes: int, num_members: int) -> float:
-    """How long a case may take: the start, rounds until the time is up, the warm-up, and one round more.
+    """Returns the limit for a case: the start, rounds until the time is up, the warm-up, and one more round.
 
-    Each member may take four times as long as float32 does at best; loopback, with busy cores, as long as 1 Gbit/s.
+    Each member may take four times the least time of float32. Loopback, with busy cores, counts as 1 Gbit/s.
     """
     at_best = _traffic(world_size, num_bytes) * 8 / (1e9 if link == ranks.LOOPBACK else float(link))
     return 300 + _MAX_SECONDS.value + 2 * num_members * 4 * at_best

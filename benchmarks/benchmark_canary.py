@@ -3,8 +3,8 @@
     python benchmarks/benchmark_canary.py --experiments=traffic,straggler,networks --output=results
     python benchmarks/benchmark_canary.py --experiments=accuracy --seeds=3
 
-traffic     Bytes that a rank sends in a step, headers and bucket values included, and their share of what float32
-            takes; the peak of a step over the mean. With more than 50 --traffic_steps a resync is in them.
+traffic     Bytes that a rank sends in a step, headers and bucket values included, and their share of the bytes of
+            float32; the peak of a step over the mean. With more than 50 --traffic_steps a resync is included.
             The model has two dense layers of --width, by default 10.6 million parameters. Required: 27% with the
             sketch, 10% with low rank.
 straggler   One rank is ten times slower: steps per second of the others, over those without a slow rank. Required: 95%.
@@ -32,7 +32,7 @@ colayers    What it would be worth to divide layers into colayers by their time,
 ako         Partial gradient exchange as another baseline: accuracy, and how long steps take. (`canary_ako.py`)
 
 BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube: of two levels where the number of ranks
-is a square, else of one. Steps are those that a rank has made, without the ones that it has passed over.
+is a square, otherwise of one. Steps are those that a rank has made, without skipped ones.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ _OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures."
 _NUM_REDUCTIONS = 7
 _TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
 _CASES = ("all equal", "one slow")  # Of `_without_and_with_a_slow_rank`.
-_MANY_EPOCHS = 1_000_000  # Where time ends a training.
+_MANY_EPOCHS = 1_000_000  # For trainings that end after some time.
 _FLOAT32 = {"codec": None}
-_RANK = 4  # Of the factors of dense layers, where these go as such.
+_RANK = 4  # Rank of the factors of dense layers, in the kinds that send factors.
 _PS = {"strategy": "SHATParameterServerStrategy", "consistency": "bsp", "mixing": 1.0}
 # For each network, the numbers of the interfaces that it uses.
 _INTERFACES = {"mesh": [0], "bcube:2,2": [0, 1]}
@@ -97,13 +97,13 @@ _INTERFACES = {"mesh": [0], "bcube:2,2": [0, 1]}
 
 
 def _run_rank(case: Mapping, rank: int) -> list:
-    """What comes of each of the settings."""
+    """Runs all settings in a rank; returns their results."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     return [_run(case, rank, turn, settings) for turn, settings in enumerate(case["settings"])]
 
 
 def _run(case: Mapping, rank: int, turn: int, settings: Mapping) -> dict:
-    addresses = case["addresses"][turn]  # None meets the strategy before it of another rank.
+    addresses = case["addresses"][turn]  # New ones for each turn: no strategy meets an earlier one of another rank.
     num_servers = int("strategy" in settings)
     num_workers = len(addresses) - num_servers
     task = {"type": "worker", "index": rank} if rank < num_workers else {"type": "ps", "index": rank - num_workers}
@@ -141,7 +141,7 @@ def _time(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
     x = np.random.default_rng(0).normal(size=(case["num_steps"] * strategy.world_size, width)).astype(np.float32)
     record = keras.callbacks.LambdaCallback(on_train_batch_end=note)
     model.fit(x, x, batch_size=strategy.world_size, shuffle=False, verbose=0, callbacks=[record])
-    first = len(times) // 4  # What comes before are tracing and the first messages.
+    first = len(times) // 4  # Earlier steps contain tracing and the first messages.
     num_steps = steps[-1] - steps[first]
     return {
         "steps_per_second": num_steps / (times[-1] - times[first]),
@@ -153,7 +153,7 @@ def _time(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
 
 
 def _reduce(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
-    """Duration of an all-reduce, and processor time in it."""
+    """Returns the duration of an all-reduce, and its processor time."""
     values = np.ones(case["num_values"], np.float32)
     reduction = strategy.make_all_reduce(case["algorithm"], values.size)
     seconds, processor_seconds = [], []
@@ -167,9 +167,9 @@ def _reduce(case: Mapping, strategy: hop_tf.CanaryStrategy) -> dict:
 
 
 class _Weights(keras.callbacks.Callback):
-    """Seconds since the first step, which traces, and the weights, after each epoch; training ends after `seconds`.
+    """Records weights after each epoch, and the seconds since the first step, which traces. Ends after `seconds`.
 
-    They are evaluated when it has ended: while one rank evaluated, others that do not wait for it would train.
+    The weights are evaluated after training, because other ranks may go on training while one rank evaluates.
     """
 
     def __init__(self, seconds: float):
@@ -192,7 +192,7 @@ class _Weights(keras.callbacks.Callback):
 
 
 def _train(case: Mapping, strategy: tf.distribute.Strategy) -> dict:
-    """Seconds and accuracy on the test data, after each epoch, and the share of iterations that ended on time."""
+    """Returns seconds and test accuracy after each epoch, and the share of iterations that ended on time."""
     keras.utils.set_random_seed(case["seed"])
     (x, y), (x_test, y_test) = keras.datasets.fashion_mnist.load_data()
     x, y = x[: case["num_rows"]], y[: case["num_rows"]]
@@ -227,7 +227,7 @@ def _measure(
     num_interfaces: int = 1,
     **case,
 ) -> list:
-    """For each of the settings, what its ranks have found. On --link with one interface, unless told otherwise."""
+    """Returns for each setting the results of its ranks. By default on --link with one interface."""
     environment = (
         ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns).to_environment() if step_seconds else {}
     )
@@ -247,7 +247,7 @@ def _measure(
 
 
 def _kinds() -> dict[str, Mapping]:
-    """Settings of the kinds of training, by their labels."""
+    """Returns the settings of the kinds of training, by label."""
     synchronous = {"consistency": "bsp", "algorithm": "mesh"}
     asynchronous = {"consistency": "ssp", "max_in_flight": _MAX_IN_FLIGHT.value}
     return {
@@ -259,19 +259,19 @@ def _kinds() -> dict[str, Mapping]:
 
 
 def _bml(world_size: int) -> dict[str, Mapping]:
-    """The paper's baseline among so many ranks, by its label."""
+    """Returns the paper's baseline for `world_size` ranks, by its label."""
     side = math.isqrt(world_size)
     network = f"bcube:{side},2" if side * side == world_size else f"bcube:{world_size},1"
     return {f"BML {network}": {**_kinds()["BSP float32"], "algorithm": network}}
 
 
 def _beside_bml(world_size: int) -> dict[str, Mapping]:
-    """The kinds of training, that of BML in the place of its like on a mesh."""
+    """Returns the kinds of training, with BML instead of the same training on a mesh."""
     return {**_bml(world_size), **{label: kind for label, kind in _kinds().items() if label != "BSP float32"}}
 
 
 def _low_rank() -> dict[str, Mapping]:
-    """The kind whose dense layers go as factors, by its label."""
+    """Returns the kind that sends factors of dense layers, by its label."""
     return {f"BSP sketch rank {_RANK}": {**_kinds()["BSP sketch"], "low_rank": _RANK}}
 
 
@@ -298,7 +298,7 @@ def _traffic() -> None:
 
 
 def _without_and_with_a_slow_rank(kind: Mapping, **case) -> Iterator[list]:
-    """What the ranks have found where all are as fast, and where the last one is ten times slower."""
+    """Yields the ranks' results with equally fast ranks, and then with the last rank ten times slower."""
     for slowdowns in ((), (Slowdown(rank=_WORLD_SIZE.value - 1, factor=10),)):
         (of_ranks,) = _measure([kind], _WORLD_SIZE.value, slowdowns=slowdowns, step_seconds=_STEP_SECONDS.value, **case)
         yield of_ranks
@@ -374,7 +374,7 @@ def _accuracy() -> None:
 
 
 def _print_training(name: str, of_ranks: Sequence[Sequence]) -> list[tuple[float, float]]:
-    """What rank 0 has reached."""
+    """Prints and returns the accuracies that rank 0 has reached."""
     reached = of_ranks[0]
     epochs = ", ".join(f"{100 * accuracy:.1f}% {seconds:.0f} s" for seconds, accuracy in reached)
     print(f"{name}: {epochs}", flush=True)
@@ -382,7 +382,7 @@ def _print_training(name: str, of_ranks: Sequence[Sequence]) -> list[tuple[float
 
 
 def _training(seed: int, epochs: int, seconds: float) -> dict[str, Any]:
-    """The case of a training."""
+    """Returns the case of a training."""
     return {
         "experiment": "accuracy",
         "seed": seed,

@@ -1,22 +1,22 @@
-"""What the core costs: step overhead, queue throughput, memory. Prints a table; `--csv=FILE` writes it as well.
+"""Measures the costs of the core: step overhead, queue throughput, memory. Prints a table; `--csv=FILE` writes it, too.
 
     python benchmarks/benchmark_core.py --csv=core.csv
     python benchmarks/benchmark_core.py --parts=queues --rounds=9
 
-All runs are under `model.fit` in fresh processes on this machine, which should have nothing else to do. What is
-compared takes turns within every round, so that a busy moment meets both sides; medians over the rounds are shown.
+All runs are under `model.fit` in fresh processes on this machine, which should have nothing else to do. Both sides of
+a comparison take turns within every round, so that a busy moment meets both. The table shows medians over the rounds.
 
 overhead  HopStrategy in a world of one against the same model without a strategy, for a tiny model and for one whose
           batch is chosen so that a step takes about 20 ms. Both run the same kind of graph: Keras turns XLA off under
-          any strategy, so it is off on both sides ("plain, XLA" is what Keras does on its own). At most 3% of 20 ms,
-          and 0.6 ms of a tiny step.
+          any strategy, so it is off on both sides ("plain, XLA" is Keras's own default). Required: at most 3% of
+          20 ms, and 0.6 ms of a tiny step.
 two_ranks The same tiny model on two ranks that average in every step, against two processes that train alone.
 queues    Two processes; a float32 vector of 100 MiB goes through transport and UpdateQueue until it is dequeued, one
-          way at a time and both ways at once. GB/s of one direction, beside a plain socket and a memcpy in the same
-          processes. At least 0.8 GB/s.
+          way at a time and both ways at once. GB/s of one direction, compared with a plain socket and a memcpy in the
+          same processes. Required: at least 0.8 GB/s.
 memory    Peak resident memory of a rank above that of the same fit in a world of one, in parameter vectors. In lock
-          step with one neighbor at most 6. On a directed ring of three with a slow rank its neighbor gets as far ahead
-          as `max_iteration_gap` = 2 permits: at most (1 + max_iteration_gap) * |N_in| = 3 vectors more.
+          step with one neighbor: at most 6. On a directed ring of three with a slow rank, the slow rank's neighbor
+          gets ahead by `max_iteration_gap` = 2: at most (1 + max_iteration_gap) * |N_in| = 3 vectors more.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MAX_ITERATION_GAP = 2
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A line of the table. `limit` is in `unit`; a positive sign means at most, a negative one at least."""
+    """A line of the table. `limit` is in `unit`. A positive limit is the largest value, a negative one the least."""
 
     part: str
     name: str
@@ -93,7 +93,7 @@ def _run(function: Callable, num_workers: int, *args, env: dict[str, str] | None
 
 
 class _StepTimer(keras.callbacks.Callback):
-    """Seconds from the end of each batch to the end of the next."""
+    """Records the seconds from the end of each batch to the end of the next."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ class _Trainer:
 
 
 def _measure_steps(model_name: str, num_rounds: int, num_steps: int, target_seconds: float | None):
-    """Median step seconds of every round, by variant; runs on every rank."""
+    """Returns the median step seconds of every round, by variant; runs on every rank."""
     batch_size = 16
     if target_seconds is not None:
         for _ in range(3):  # The time is not quite proportional to the batch.
@@ -152,7 +152,7 @@ def _measure_steps(model_name: str, num_rounds: int, num_steps: int, target_seco
         "HopStrategy": _Trainer(model_name, batch_size, hop, "auto"),
     }
     results = {variant: [] for variant in trainers}
-    for round_index in range(num_rounds + 1):  # The first one traces.
+    for round_index in range(num_rounds + 1):  # The first round traces.
         for variant, trainer in trainers.items():
             seconds = trainer.median_step_seconds(num_steps)
             if round_index:
@@ -194,7 +194,7 @@ def _two_ranks(num_rounds: int) -> list[Figure]:
 
 
 class _QueueEnd:
-    """One of two ranks, with an update queue that the other one fills."""
+    """One of two ranks, with an update queue that the other rank fills."""
 
     def __init__(self, num_bytes: int, num_messages: int):
         cluster = Cluster.from_resolver()
@@ -211,7 +211,7 @@ class _QueueEnd:
         self._transport.start()
 
     def transfer(self, senders: Sequence[int]) -> None:
-        """Sends, receives, or both; keeps one message more under way than it has received."""
+        """Sends, receives, or both; keeps one message more in flight than it has received."""
         for k in range(self._num_messages + 1):
             if self.rank in senders and k < self._num_messages:
                 self._transport.send(self._peer, "updates", bytes([k]), [self._vector], lane=BULK_LANE)
@@ -282,11 +282,14 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 
 def _measure_queues(port: int, num_rounds: int) -> dict[tuple[str, tuple[int, ...]], list[float]]:
-    """GB/s that this rank received, by (path, senders); runs on both ranks. A session is the barrier before each."""
+    """Returns the GB/s that this rank received, by (path, senders); runs on both ranks.
+
+    A session before each transfer serves as the barrier.
+    """
     queues = _QueueEnd(_VECTOR_BYTES, _MESSAGES_PER_ROUND)
     plain = _SocketEnd(queues.rank, port, _VECTOR_BYTES, _MESSAGES_PER_ROUND)
     rates = {}
-    for round_index in range(num_rounds + 1):  # The first one takes the pages from the system.
+    for round_index in range(num_rounds + 1):  # The first round gets memory pages from the system.
         for name, end in (("queues", queues), ("socket", plain)):
             for senders in ((0,), (1,), (0, 1)):
                 queues.membership.begin_session()
@@ -333,7 +336,7 @@ def _queues(num_rounds: int) -> list[Figure]:
 
 
 def _measure_memory(topology, num_steps: int) -> int:
-    """Most bytes that were resident during a fit; runs on every rank."""
+    """Returns the peak of resident bytes during a fit; runs on every rank."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # Forgets the peak so far.
     strategy = hop_tf.HopStrategy(topology=topology, max_iteration_gap=_MAX_ITERATION_GAP)

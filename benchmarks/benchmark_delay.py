@@ -1,19 +1,19 @@
-"""What hiding communication costs in accuracy at equal numbers of steps, and what it wins in time.
+"""Measures the accuracy that hidden communication costs at equal numbers of steps, and the time that it saves.
 
     python benchmarks/benchmark_delay.py --tasks=perceptron --output=results
     python benchmarks/benchmark_delay.py --tasks=resnet,transformer --cifar10=cifar10.npz --optimizers=sgd,adamw
     python benchmarks/benchmark_delay.py --tasks=perceptron --ranks=alike,slow --shards=identical,skewed
     python benchmarks/benchmark_delay.py --experiments=time --tasks=perceptron,cnn --seeds=0 --output=results
 
-accuracy    Accuracy on what is held out, for every strategy with its default settings and some others, after as many
-            steps as synchronous training makes, with the same, untuned learning rate and momentum: means over seeds,
-            and the difference to synchronous training of the same seed in points, with its standard error. Where the
-            rate is constant, accuracy varies by about a point from step to step; --schedule=cosine takes that away.
+accuracy    Accuracy on held-out data for every strategy, with its default settings and some others. All make as many
+            steps as synchronous training, with the same, untuned learning rate and momentum. Shown are means over
+            seeds, and the difference to synchronous training of the same seed in points, with its standard error. With
+            a constant rate, accuracy varies by about a point from step to step; --schedule=cosine prevents that.
 time        Seconds to --target times the final accuracy of synchronous training (of the same seed), on an emulated
-            network with --link bits per second (which needs root), beside PyTorch's DistributedDataParallel over gloo
-            and tf_keras's MultiWorkerMirroredStrategy, where these are installed. The first step, which traces, does
-            not count, nor does evaluation: weights are noted every --evaluate_every steps, and evaluated afterwards.
-            They are those that rank 0 computes with.
+            network with --link bits per second (which needs root). PyTorch's DistributedDataParallel over gloo and
+            tf_keras's MultiWorkerMirroredStrategy are compared, if they are installed. The first step, which traces,
+            does not count, nor does evaluation: rank 0 keeps the weights with which it computes every
+            --evaluate_every steps, and evaluates them afterwards.
 
 Ranks are real processes that call `fit`; nothing is simulated. In accuracy they are on loopback. All kinds of training
 begin with the same weights and see the same global batches, of which each rank takes its contiguous part. When `fit`
@@ -26,7 +26,7 @@ Tasks
   transformer  two causal blocks on the bytes of Python's standard library's sources; accuracy is that of the next byte
 Kinds, --kinds: labels of a strategy with, behind colons, arguments of its constructor, that is `pipe:3` or
   `pipe:pipeline_width=3`, `dts:20:12`, `canary:bsp`, `hop:ring`, `shat:mixing=0.33`, `pipe:2:compensation=none`.
-  synchronous  PipeSGDStrategy(pipeline_width=1, codec=None, algorithm="mesh"), with which all are compared
+  synchronous  PipeSGDStrategy(pipeline_width=1, codec=None, algorithm="mesh"), the reference for all others
   auto         PipeSGDStrategy()
   dts_auto     DTSStrategy()
   hop, pipe, dts, canary, shat   the strategies (shat with one server more, on a host of its own); pipe and dts are
@@ -112,7 +112,7 @@ _FAILED = Trained(accuracy=np.nan, loss=np.nan, seconds=np.nan)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Under what kinds are compared.
+    """The conditions of a comparison.
 
     Attributes:
       task: Name of the task.
@@ -142,7 +142,7 @@ def _serve(case: dict, rank: int) -> Trained | None:
 
 
 def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: int | None) -> list[Trained | None]:
-    """What the ranks of a training have found; nothing, which is printed, where one of them has failed."""
+    """Trains; returns the results of the ranks. If a rank fails, prints that, and returns an empty list."""
     world_size, task = _WORLD_SIZE.value, delay_tasks.TASKS[setting.task]
     step_seconds = _step_seconds(setting)
     case = {
@@ -177,7 +177,7 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
             environment=environment,
             timeout_seconds=_TIMEOUT_SECONDS.value,
         )[:world_size]
-    except RuntimeError as error:  # The hours before are not to be lost.
+    except RuntimeError as error:  # Keeps the results of the hours before.
         print(f"  {kind}, seed {seed}, has failed: {error}", flush=True)
         return []
 
@@ -206,7 +206,7 @@ def _title(setting: Setting) -> str:
 
 
 def _accuracy(found: _Found, key: _Key) -> float:
-    """Nan where the training has failed or is missing."""
+    """Returns the accuracy of a training, or nan if the training has failed or is missing."""
     of_ranks = found.get(key)
     return of_ranks[0].accuracy if of_ranks else np.nan
 
@@ -216,7 +216,7 @@ def _accuracies(found: _Found, setting: Setting, kind: str) -> np.ndarray:
 
 
 def _points(found: _Found, setting: Setting, kind: str) -> np.ndarray:
-    """Above synchronous training of the same seeds."""
+    """Returns the points above synchronous training of the same seeds."""
     return 100 * (_accuracies(found, setting, kind) - _accuracies(found, setting, SYNCHRONOUS))
 
 
@@ -243,12 +243,12 @@ def _run_accuracy() -> None:
 
 
 def _kinds(labels: Sequence[str]) -> list[str]:
-    """Each once; the one that others are compared with is the first."""
+    """Returns each label once. The reference for all others is the first."""
     return sorted(dict.fromkeys(labels), key=lambda label: label != SYNCHRONOUS)
 
 
 def _columns(of_ranks: Sequence[Trained]) -> Sequence:
-    """Rank 0's accuracy, loss and seconds, and the steps of each rank."""
+    """Returns rank 0's accuracy, loss and seconds, and the steps of each rank."""
     first = of_ranks[0] if of_ranks else _FAILED
     return (first.accuracy, first.loss, first.seconds, " ".join(str(each.steps) for each in of_ranks))
 
@@ -301,7 +301,7 @@ def _run_time() -> None:
 
 
 def _kinds_of_time() -> list[str]:
-    """Synchronous training, which sets the target, is among them; other libraries only if they are installed."""
+    """Returns the kinds with synchronous training, which sets the target, and only with installed libraries."""
     kinds = _KINDS_USED.value or [*_KINDS, *delay_peers.PACKAGES]
     for name, package in delay_peers.PACKAGES.items():
         if name in kinds and not peers.is_installed(package):
@@ -311,7 +311,7 @@ def _kinds_of_time() -> list[str]:
 
 
 def _seconds_to_target(found: _Found, setting: Setting, kind: str) -> list[float]:
-    """For each seed; nan where it was not reached."""
+    """Returns the seconds for each seed, or nan if the target was not reached."""
     all_seconds = []
     for seed in _seeds():
         target = _TARGET.value * _accuracy(found, (setting, SYNCHRONOUS, seed))
@@ -322,7 +322,7 @@ def _seconds_to_target(found: _Found, setting: Setting, kind: str) -> list[float
 
 
 def _print_time(found: _Found, setting: Setting, kind: str) -> None:
-    """`times`: synchronous training's time to the target over that of this kind."""
+    """Prints times. `times` is synchronous training's time to the target over that of this kind."""
     to_target = _seconds_to_target(found, setting, kind)
     of_synchronous = _seconds_to_target(found, setting, SYNCHRONOUS)
     firsts = [of_ranks[0] if (of_ranks := found[setting, kind, seed]) else _FAILED for seed in _seeds()]
@@ -352,7 +352,7 @@ _RUN: dict[str, Callable[[], None]] = {"accuracy": _run_accuracy, "time": _run_t
 
 
 def _check_flags() -> None:
-    """Before hours are spent."""
+    """Checks the flags before hours are spent."""
     allowed = {
         "experiments": _RUN,
         "tasks": delay_tasks.TASKS,
@@ -378,7 +378,7 @@ def _check_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs what was asked for."""
+    """Runs the requested experiments."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
     _check_flags()

@@ -97,11 +97,11 @@ class Member:
     """A way to train.
 
     Attributes:
-      label: Its name.
+      label: Name of the member.
       delay: D; None for synchronous training.
       interval: p.
       codec: Name of the codec.
-      algorithm: That of the all-reduce.
+      algorithm: Algorithm of the all-reduce.
     """
 
     label: str
@@ -112,7 +112,7 @@ class Member:
 
     @classmethod
     def named(cls, label: str) -> Member:
-        """The member that --members calls so."""
+        """Returns the member with that label in --members."""
         kind, _, codec = label.partition(" ")
         settings = {
             _SYNCHRONOUS: (None, 1),
@@ -127,18 +127,18 @@ class Member:
 
     @property
     def num_cycle_steps(self) -> int:
-        """Steps after which the schedule repeats itself; no fewer than can be timed."""
+        """Number of steps after which the schedule repeats itself, or enough steps to be timed."""
         return max(((self.delay or 0) // self.interval + 1) * self.interval, _MIN_CYCLE_STEPS)
 
     def strategy(self, options: hop_tf.CommunicationOptions) -> tf.distribute.Strategy:
-        """Its strategy, on the cluster of TF_CONFIG."""
+        """Makes the member's strategy, on the cluster of TF_CONFIG."""
         common = {"codec": self.codec, "algorithm": self.algorithm, "communication_options": options}
         if self.delay is None:
             return hop_tf.PipeSGDStrategy(pipeline_width=1, **common)
         return hop_tf.DTSStrategy(delay=self.delay, interval=self.interval, **common)
 
     def predict(self, links: timing.NetworkCosts, step: timing.Step, **arguments) -> tuple[float, float]:
-        """Scaling efficiency, and bytes that a rank sends per step, by the models."""
+        """Returns the scaling efficiency, and the bytes that a rank sends per step, by the models."""
         arguments["algorithm"] = self.algorithm
         if self.delay is None:
             plan = timing.predict(links, step, pipeline_width=1, codec=self.codec, **arguments)
@@ -152,13 +152,13 @@ class Member:
 
 
 def _run_rank(case: Mapping, rank: int) -> list:
-    """What comes of each of the members."""
+    """Times all members in a rank; returns the results."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     return [_time(case, rank, turn, Member(**each)) for turn, each in enumerate(case["members"])]
 
 
 def _time(case: Mapping, rank: int, turn: int, member: Member) -> dict:
-    workers = case["addresses"][turn]  # None meets the strategy before it of another rank.
+    workers = case["addresses"][turn]  # New ones for each turn: no strategy meets an earlier one of another rank.
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
     strategy = member.strategy(hop_tf.CommunicationOptions(**case["options"]))
     with strategy.scope():
@@ -180,7 +180,7 @@ def _time(case: Mapping, rank: int, turn: int, member: Member) -> dict:
 
 
 class _Recorder(keras.callbacks.Callback):
-    """Notes when cycles of steps end, and what was sent until then; and when `fit` ends."""
+    """Notes the end of each cycle of steps with the bytes sent until then, and the end of `fit`."""
 
     def __init__(self, strategy: hop_tf.DTSStrategy | hop_tf.PipeSGDStrategy, num_cycle_steps: int):
         super().__init__()
@@ -200,7 +200,7 @@ class _Recorder(keras.callbacks.Callback):
 
 
 def _perceptron(num_values: int) -> keras.Model:
-    """About so many parameters, whose gradients cost little and are not zero."""
+    """Returns a model with about `num_values` parameters, whose gradients cost little and are not zero."""
     layers = keras.layers
     hidden = layers.Dense(round(num_values / (_NUM_INPUTS + 1 + _NUM_OUTPUTS)), activation="tanh")
     return keras.Sequential([keras.Input((_NUM_INPUTS,)), hidden, layers.Dense(_NUM_OUTPUTS)])
@@ -211,7 +211,7 @@ def _perceptron(num_values: int) -> keras.Model:
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A member, timed.
+    """The times of a member.
 
     Attributes:
       link: Rate of the links, in bits per second.
@@ -221,10 +221,10 @@ class Timed:
       step: Mean duration of a step, in seconds.
       median: Median over the cycles, in seconds.
       efficiency: Scaling efficiency, by the mean.
-      predicted: What the model says of it.
+      predicted: Scaling efficiency by the model.
       bytes: Bytes that a rank sends per step.
-      predicted_bytes: What the model says of them.
-      flush: Duration of what comes after the last step, in seconds.
+      predicted_bytes: Bytes that a rank sends per step, by the model.
+      flush: Time from the last step to the end of `fit`, in seconds.
     """
 
     link: str
@@ -241,7 +241,7 @@ class Timed:
 
 
 def _run(members: Sequence[Member], world_size: int, link: str, num_cycles: int, **emulation) -> list[dict]:
-    """What is measured of each member, the worst of all ranks."""
+    """Measures each member; returns for each measure the largest value of all ranks."""
     case = {
         "members": [dataclasses.asdict(member) for member in members],
         "num_values": _NUM_VALUES.value,
@@ -264,7 +264,7 @@ def _run(members: Sequence[Member], world_size: int, link: str, num_cycles: int,
 
 
 def _alone() -> float:
-    """Duration of a step of one rank alone, in seconds."""
+    """Returns the duration of a step of one rank alone, in seconds."""
     (alone,) = _run([Member(_SYNCHRONOUS)], 1, ranks.LOOPBACK, _CYCLES_ALONE)
     return alone["step"]
 
@@ -383,7 +383,7 @@ def _plot(axes, link: str, timed: Sequence[Timed]) -> None:
 def main(argv) -> None:
     del argv
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    logging.set_verbosity(logging.WARNING)  # Ranks would tell when they leave.
+    logging.set_verbosity(logging.WARNING)  # Otherwise ranks would log that they leave.
     for name, value in _SMALL.items() if _QUICK.value else ():
         if not flags.FLAGS[name].present:
             flags.FLAGS[name].value = value

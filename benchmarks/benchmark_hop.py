@@ -1,39 +1,39 @@
-"""What Hop's mechanisms are worth: the paper's Figures 12 to 20 in the small, in processes of one machine.
+"""Measures the speedup of Hop's mechanisms: the paper's Figures 12 to 20 in the small, in processes of one machine.
 
     KERAS_HOME=... python benchmarks/benchmark_hop.py --folder=results
     python benchmarks/benchmark_hop.py --experiments=straggler --task=svm --a9a=a9a --num_workers=8 --num_steps=60
 
-Workers train under `model.fit` with emulated compute: every step takes `--step_seconds` at least, and more where it is
-slowed down, without using the processor. So 16 workers fit on few cores, as long as the cores are idle most of the
-time: the share that was busy is printed, and figures from a machine that was busy all the time mean little.
+Workers train under `model.fit` with emulated compute: every step takes `--step_seconds` at least, and more if it is
+slowed down, without using the processor. So 16 workers fit on few cores, if the cores are idle most of the time. The
+busy share is printed: figures from a machine that was busy all the time mean little.
 
 random     Every rank is 6 times slower with probability 1/n in each step (Figures 12 and 14 to 17): standard, one
            backup worker, staleness 5, both, both with jumps; on ring_based, and with --topologies on other graphs.
 server     A synchronous parameter server, `SHATParameterServerStrategy(consistency="bsp")`, and the standard form on
            ring_based, with and without these slowdowns (Figure 13).
 straggler  One rank is always 4 times slower (Figures 18 and 19): standard, one backup worker, jumps of up to 2 and 10.
-death      One of 8 workers is killed and started again, with one backup worker: the others' speed from its death on,
-           relative to a run without; how long it takes to join; and how good its own model is in the end.
+death      One of 8 workers is killed and restarted, with one backup worker: the others' speed from the death on,
+           relative to a run without; the time that the worker takes to join; and the final accuracy of its own model.
 
 Printed for each run: iterations per second (mean over ranks, jumps included, the first 5 left out), the same by
-`hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form; the time that an
-iteration takes those that are not slow themselves; the loss when the fastest run had ended, mean and standard error
+`hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form; the time of an
+iteration on ranks that are not slow themselves; the loss when the fastest run had ended, mean and standard error
 over ranks; and the accuracy of the averaged model at the end. Times count from the first 5 steps of the first rank:
 before, graphs are traced. Curves of loss against time and steps go to CSV and PNG files.
 
-What follows runs on the virtual clock of `hop_tf.simulate`, and only when asked for:
+The following experiments run on the virtual clock of `hop_tf.simulate`, and only on request:
 
 accuracy   `random` and `straggler` with real gradients in simulated ranks, so that there is time for --num_steps=1500;
-           the accuracy of the averaged model, means over --num_seeds seeds, and how far they lie from that of the
-           homogeneous runs.
-learning   `random`, on --topologies, the learning rate as it is: loss and accuracy of the averaged model on the test
-           data when the fastest run has ended, and when a quarter and half of that time are over.
+           the accuracy of the averaged model, means over --num_seeds seeds, and the difference to the homogeneous
+           runs.
+learning   `random`, on --topologies, with an unchanged learning rate: loss and accuracy of the averaged model on the
+           test data when the fastest run has ended, and when a quarter and half of that time are over.
 machines   The same for 8 workers on 3 machines (Figures 20 and 21), standard form: all-to-all inside a machine and a
-           ring between machines, of one rank each, or of as many as there are; and ring_based over all. A machine's
-           link is busy with one update for each of --update_shares of a step, and all edges that leave the machine, or
-           enter it, share the link.
-slow_link  A link in the place of a rank: from rank 0 to rank 1 an update takes each of --slow_links steps.
-           Iterations per second of all mechanisms, beside those with one rank that is 4 times slower.
+           ring between machines, of one rank each, or of as many as possible; and ring_based over all. An update keeps
+           a machine's link busy for each of --update_shares of a step. All edges that leave or enter the machine share
+           the link.
+slow_link  A slow link instead of a slow rank: from rank 0 to rank 1 an update takes each of --slow_links steps.
+           Iterations per second of all mechanisms, compared with those with one rank that is 4 times slower.
 
 Task cnn: a small convolutional network on Fashion-MNIST, from `keras.datasets` (which KERAS_HOME may hold already).
 Task svm: a linear model with log loss on a9a, a LIBSVM file.
@@ -78,8 +78,8 @@ _FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
 _NAMES = ("random", "server", "straggler", "death", "accuracy", "learning", "machines", "slow_link")
-_STANDARD = "standard"  # What an experiment's other runs are compared with.
-_STEPS_PER_POINT = 5  # Curves have a point for so many steps.
+_STANDARD = "standard"  # The reference for an experiment's other runs.
+_STEPS_PER_POINT = 5  # Steps between two points of a curve.
 _TIMEOUT_SECONDS = 3600.0
 
 _SKIP = hop_tf.SkipIterations
@@ -105,7 +105,7 @@ _GRAPHS = {
     "(b) ring of one each": Topology.from_networkx(nx.Graph([*_INSIDE, (0, 4), (0, 6), (4, 6)])),
     "(c) hierarchical": Topology.hierarchical(_MACHINES),
 }
-_HEADER_BYTES = 24  # What is longer is an update.
+_HEADER_BYTES = 24  # Longer messages are updates.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +113,13 @@ class Run:
     """One training.
 
     Attributes:
-      experiment: Which it belongs to.
-      label: What is special about it.
+      experiment: Experiment of the run.
+      label: The difference to other runs.
       topology: The graph.
-      slowdowns: Who is slow.
+      slowdowns: Slowdowns of ranks.
       settings: Arguments of `HopStrategy`.
-      has_server: Whether a parameter server takes the place of the graph, but for the simulation.
-      sending_seconds: As of `hop_tf.simulate.hop`.
+      has_server: True if a parameter server replaces the graph, except in the simulation.
+      sending_seconds: Argument of `hop_tf.simulate.hop`.
     """
 
     experiment: str
@@ -147,7 +147,7 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
         ring_based, everybody = resolve("ring_based", num_workers), resolve("complete", num_workers)
         for label, slowdowns in {"homogeneous": (), "standard": (Slowdown(None, 6.0),)}.items():
             yield Run("server", label, ring_based, slowdowns, {})
-            # In simulation a server is this: everybody waits for the steps of all.
+            # The simulation replaces a server by ranks that all wait for the steps of all.
             yield Run("server", f"server, {label}", everybody, slowdowns, {"update_order": "serial"}, has_server=True)
     if "straggler" in experiments:
         topology = resolve("ring_based", num_workers)
@@ -162,7 +162,7 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
 
 
 def _shared_links(topology: Topology, update_seconds: float) -> Callable[[int, int, int], float]:
-    """`sending_seconds` of machines whose links carry an update in so many seconds, and several at once in turn."""
+    """Returns `sending_seconds` of machines whose links carry one update after the other, in `update_seconds` each."""
     crossing = [(a, b) for a, b in topology.to_networkx().edges if _MACHINES[a] != _MACHINES[b]]
     num_leaving = collections.Counter(_MACHINES[a] for a, _ in crossing)  # As many enter.
 
@@ -180,7 +180,7 @@ def _grouped(experiments: Collection[str]) -> Iterator[list[Run]]:
         yield list(runs)
 
 
-# What runs in the processes.
+# In the processes.
 
 
 def _train(
@@ -192,11 +192,11 @@ def _train(
     num_steps: int,
     batch_size: int,
 ) -> tuple[np.ndarray, float | None, float | None]:
-    """One rank's training, by a parameter server if there is no matrix.
+    """Trains one rank, with a parameter server if there is no matrix.
 
     Returns:
-      Its curve [points, (seconds since the epoch, steps, loss)]; the accuracy of its own model, if it is the chief or
-      may have been started again, and that of the averaged model, if it is the chief; else None.
+      The rank's curve [points, (seconds since the epoch, steps, loss)]; the accuracy of its own model, on the chief and
+      on a rank that may have been restarted; and that of the averaged model, on the chief. Other values are None.
     """
     os.environ.update(environment)
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -228,7 +228,7 @@ def _train(
     own = accuracy(0, _VICTIM)
     strategy.synchronize(model)
     averaged = accuracy(0)
-    strategy.synchronize(model)  # Nobody leaves before the chief has evaluated.
+    strategy.synchronize(model)  # No rank leaves before the chief has evaluated.
     strategy.shutdown()
     return np.array(curve), own, averaged
 
@@ -268,20 +268,20 @@ def _svm() -> keras.Model:
 _MODELS = {"cnn": _cnn, "svm": _svm}
 
 
-# What is made of it.
+# Results.
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a run has shown.
+    """The measurements of a run.
 
     Attributes:
       run: The run.
       speed: Iterations per second, mean over ranks.
-      simulated: The same on a virtual clock.
-      healthy_seconds: Duration of an iteration, mean over the ranks that are not slow themselves, if one is.
+      simulated: Iterations per second on a virtual clock.
+      healthy_seconds: Duration of an iteration, mean over the ranks that are not always slow.
       curves: Array [ranks, points, 3]: seconds, steps, loss.
-      accuracy: Of the averaged model.
+      accuracy: Accuracy of the averaged model.
       busy: Share of this machine's cores that was busy, from 0 to 1.
     """
 
@@ -299,7 +299,7 @@ class Result:
         return self.curves.mean(0)
 
     def losses(self, seconds: float) -> np.ndarray:
-        """What each rank has seen last then."""
+        """Returns the loss of each rank at that time, interpolated."""
         return np.array([np.interp(seconds, curve[1:, 0], curve[1:, 2]) for curve in self.curves])
 
 
@@ -334,7 +334,7 @@ def _measure(run: Run) -> Result:
     curves[..., 0] -= curves[:, 1, 0].min()
     slow = {slowdown.rank for slowdown in run.slowdowns}
     is_healthy = [rank not in slow for rank in range(world_size)]
-    simulated = hop_tf.tools.simulate.hop(
+    simulated = hop_tf.simulate.hop(
         topology=run.topology, world_size=world_size, num_steps=_NUM_STEPS.value, compute=run.compute, **run.settings
     )
     num_steps = _NUM_STEPS.value - _STEPS_PER_POINT
@@ -421,7 +421,7 @@ def _train_simulated(run: Run, data, seed: int, decays: bool = True) -> tuple[ke
 
 
 def _measure_learning(runs: Sequence[Run]) -> None:
-    """Loss and accuracy against time, on the virtual clock. The fastest run says when one looks."""
+    """Prints loss and accuracy against time, on the virtual clock, at parts of the fastest run's time."""
     data, test = _load(_TASK.value, _A9A.value)
     trained = [_train_simulated(run, data, _SEED.value, decays=False) for run in runs]
     end = min(training.seconds for _, training in trained)
@@ -444,7 +444,7 @@ def _measure_learning(runs: Sequence[Run]) -> None:
 
 
 def _measure_slow_link(name: str) -> None:
-    """Iterations per second, of ranks whose steps take one second, on the virtual clock."""
+    """Prints iterations per second of ranks whose steps take one second, on the virtual clock."""
     topology = resolve(name, _NUM_WORKERS.value)
     kinds = {**_MECHANISMS, "NOTIFY-ACK": _NOTIFY_ACK}
     print(f"\nslow_link, {topology.describe()}: iterations in the time of a step, mean over ranks")
@@ -454,7 +454,7 @@ def _measure_slow_link(name: str) -> None:
         cases = [((), float(steps)) for steps in _SLOW_LINKS.value] + [((Slowdown(0, 4.0),), 0.0)]
         speeds = []
         for slowdowns, steps in cases:
-            result = hop_tf.tools.simulate.hop(
+            result = hop_tf.simulate.hop(
                 topology=topology,
                 world_size=topology.world_size,
                 num_steps=_NUM_STEPS.value,
@@ -489,7 +489,7 @@ def _print(measured: Sequence[Result]) -> None:
 
 
 def _write(experiment: str, curves: Mapping[str, np.ndarray], folder: str) -> None:
-    """Loss against time and steps; `curves` are as in `Result`, by their labels."""
+    """Writes loss against time and steps; `curves` are as in `Result`, by label."""
     name = f"{_TASK.value}_{experiment.replace(' ', '_')}"
     points = [(label, *point) for label, curve in curves.items() for point in curve[1:].tolist()]
     results.write_table(folder, name, ["run", "seconds", "step", "loss"], points)
@@ -503,7 +503,7 @@ def _write(experiment: str, curves: Mapping[str, np.ndarray], folder: str) -> No
 
 def main(argv: Sequence[str]) -> None:
     del argv
-    logging.set_verbosity(logging.ERROR)  # Simulated ranks would tell when they leave.
+    logging.set_verbosity(logging.ERROR)  # Otherwise simulated ranks would log that they leave.
     if _NUM_STEPS.value % _STEPS_PER_POINT:
         raise app.UsageError(f"--num_steps must be a multiple of {_STEPS_PER_POINT}. Received: {_NUM_STEPS.value}.")
     if _TASK.value == "svm" and not (_A9A.value and os.path.exists(_A9A.value)):

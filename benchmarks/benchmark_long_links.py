@@ -1,16 +1,16 @@
-"""How well the transports fill a long way, and how long a rank hears nothing of the other one meanwhile.
+"""Measures how well the transports fill a long link, and the longest silence between two ranks meanwhile.
 
     python benchmarks/benchmark_long_links.py --links=1e8:0.277,1e8:0.277:0.05,1e8:1,1e7:0.277
 
-Two ranks are hosts of an emulated network (`network`, which needs root). A link is bits per second, round trip in
-seconds and, if it is given, jitter in seconds, which lets packets overtake each other. Messages of 2 MB, as the chunks
+Two ranks are hosts of an emulated network (`network`, which needs root). A link is given as bits per second, round trip
+in seconds and optionally jitter in seconds, which lets packets overtake each other. Messages of 2 MB, like the chunks
 of an all-reduce, go from rank 0 to rank 1: "ordered" on one lane, "spread" over as many as the transport chooses.
 
     first s    Time of the first 10 MB, on connections that have carried nothing before.
     later s    The same after pauses of two seconds, median of the last three times of five.
-    least s    What it takes by the rate and the delay of the link.
-    share %    Of what TCP can carry, the part that arrives in the last two thirds of a time in which enough messages
-               are under way to fill the link.
+    least s    The least time, by the rate and the delay of the link.
+    share %    Arrived bytes as a part of those that TCP can carry, in the last two thirds of a time in which enough
+               messages are in flight to fill the link.
     silence s  Longest time for which a rank hears nothing of the other one, from the first message on.
 """
 
@@ -49,7 +49,7 @@ _TCP_SHARE = 0.956  # of a rate, see `network`
 
 
 class _Rank:
-    """What a rank does: rank 0 sends, rank 1 notes what came when. Their clocks are the same."""
+    """A rank: rank 0 sends, rank 1 notes when messages arrive. Both have the same clock."""
 
     def __init__(self, case: Mapping, rank: int):
         self._case = case
@@ -62,7 +62,7 @@ class _Rank:
         self._ended = threading.Event()
 
     def run(self) -> tuple[list[tuple[float, float]], float]:
-        """Returns when messages were sent and arrived, which rank 1 knows, and the longest silence."""
+        """Returns the times at which messages were sent and arrived (only on rank 1), and the longest silence."""
         self._transport.register("message", self._arrived)
         self._transport.register("arrived", lambda message: self._room.release())
         self._transport.register("end", lambda message: self._ended.set())
@@ -106,7 +106,7 @@ class _Rank:
 
 
 def _measure(link: str, member: str, lane: int | None) -> list[float]:
-    """A line of the table."""
+    """Returns a line of the table."""
     rate, round_trip, jitter = map(float, [*link.split(":"), "0"][:3])
     bytes_per_second = _TCP_SHARE * rate / 8
     case = {

@@ -1,4 +1,4 @@
-"""Emulated networks beside what was asked for: rates and round trips of TCP, and what the relay takes.
+"""Compares emulated networks with the requested rates and round trips, over TCP, and measures the relay's cost.
 
     python benchmarks/benchmark_network.py --seconds=1
 
@@ -37,7 +37,7 @@ _CHECKS = (
 
 
 def _check(seconds: float) -> None:
-    """Prints what was asked for beside what is measured."""
+    """Prints requested and measured values."""
     titles = [
         "",
         "Mbit/s asked",

@@ -1,4 +1,4 @@
-"""What the kernels cost on a processor, beside what else computes the same. Prints a table; `--csv=FILE` writes it too.
+"""Measures the kernels on a processor, and compares them with peers. Prints a table; `--csv=FILE` writes it, too.
 
     python benchmarks/benchmark_ops.py
     python benchmarks/benchmark_ops.py --sizes=1000000 --data=sparse --rounds=15
@@ -8,10 +8,10 @@ of them; medians over the rounds are shown. A share of 1 means that a kernel mov
 fast as one thread copies memory (`numpy.copyto` of float32, measured in the same rounds); at 0.67 it takes 1.5 times as
 long as a copy of those bytes. The native kernels run on one thread, and once more on all cores.
 
-Peers are not the same thing, but what one would use otherwise: `numpy.quantile` and an Apache DataSketches KLL sketch
-find 255 quantiles and encode nothing; `tf.sort` is what quantiles cost by sorting; "int8 encode, NumPy" is the same
-encoding in vectorized NumPy; "fallback" is this package without native kernels. Above 10 million values, where some
-take minutes, they run at most twice and do not warm up; with 100 million the fallback needs some 10 GB of memory.
+Peers do not compute exactly the same, but are the alternatives: `numpy.quantile` and an Apache DataSketches KLL sketch
+find 255 quantiles and encode nothing; `tf.sort` is the cost of quantiles by sorting; "int8 encode, NumPy" is the same
+encoding in vectorized NumPy; "fallback" is this package without native kernels. Above 10 million values some peers take
+minutes, so peers run at most twice and do not warm up. With 100 million the fallback needs some 10 GB of memory.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _DISTRIBUTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Something to time.
+    """A function to time.
 
     Args:
-      name: What it is called in the table.
-      run: What is timed.
-      bytes_touched: Per value; 0 where a share of the copy bandwidth would mean nothing.
-      most_rounds: How many rounds it takes part in, without one to warm up; None: in all, and warms up before.
+      name: Name in the table.
+      run: The function.
+      bytes_touched: Bytes read and written per value, or 0 if a share of the copy bandwidth would be meaningless.
+      most_rounds: Number of rounds for the candidate, without a warm-up; None: all rounds, after a warm-up.
     """
 
     name: str
@@ -121,7 +121,7 @@ def _kll(values: np.ndarray, quantiles: np.ndarray) -> object:
 
 
 def _measure(candidates: list[Candidate], num_rounds: int) -> dict[str, float]:
-    """Median seconds of each candidate; the first round warms up those that take part in all."""
+    """Returns the median seconds of each candidate. The first round warms up those that take part in all."""
     seconds = {candidate.name: [] for candidate in candidates}
     for round_index in range(num_rounds + 1):
         for candidate in candidates:

@@ -69,7 +69,7 @@ _BATCH_SIZE = 100
 
 
 class StarAllReduce(AllReduce):
-    """PS-Sync: the last rank receives all vectors, and sends their mean to all."""
+    """PS-Sync: the last rank receives all vectors, and sends their mean to all ranks."""
 
     def _reduce(self, operation, vector, values, result) -> None:
         ranks_, chunks = operation.ranks, vector.pieces(1)[0]
@@ -96,13 +96,13 @@ collectives.ALGORITHMS["star"] = StarAllReduce
 
 
 def _strategy(case: Mapping, rank: int, turn: int, **settings) -> hop_tf.PipeSGDStrategy:
-    workers = case["addresses"][turn]  # None meets the strategy before it of another rank.
+    workers = case["addresses"][turn]  # New ones for each turn: no strategy meets an earlier one of another rank.
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
     return hop_tf.PipeSGDStrategy(**settings)
 
 
 def _run_rank(case: Mapping, rank: int) -> list:
-    """What comes of each of the settings."""
+    """Runs all settings in a rank; returns their results."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     run = _time if case["experiment"] == "timing" else _train
     return [
@@ -144,7 +144,7 @@ def _time(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -
 
 
 def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> tuple[float, float]:
-    """Accuracy, and the duration of the training."""
+    """Trains; returns the accuracy, and the duration of the training."""
     keras.utils.set_random_seed(case["seed"])
     (x, y), test = images.load("mnist" if case["task"] == "mnist" else "cifar10", case["cifar10"])
     steps = len(x) // _BATCH_SIZE
@@ -201,16 +201,16 @@ _MODELS = {"mnist": _mnist, "cifar": _cifar, "convex": lambda: _cifar(trains_fea
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A way to train, timed.
+    """The times of a way to train.
 
     Attributes:
-      label: Its name.
-      codec: Name of its codec, or None.
+      label: Name of the way.
+      codec: Name of the codec, or None.
       step: Median duration of a step, at the slowest rank.
-      compute: Median of it without waiting: computation and update.
+      compute: Median duration of a step without waiting: computation and update.
       communicate: Mean time of the communication thread in all-reduce, per step.
-      codec_seconds: The part of it in codecs.
-      predicted: What the model says, or None.
+      codec_seconds: The part of `communicate` in codecs.
+      predicted: Duration of a step by the model, or None.
     """
 
     label: str
@@ -256,7 +256,7 @@ def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
 
 
 def _timeout_seconds(link: str, num_values: int, step_seconds: float, num_settings: int) -> float:
-    """How long they may take: to start, and four times as long as float32 needs to come and go at a server."""
+    """Returns the limit for the settings: the start, and four times the time of float32 at a server, both ways."""
     at_best = 0.0 if link == ranks.LOOPBACK else 2 * _WORLD_SIZE.value * 4 * num_values * 8 / float(link)
     num_steps = _WARMUP_STEPS + _NUM_STEPS.value + _STEPS_OF_A_MEASUREMENT
     return 300 + 4 * num_settings * num_steps * (step_seconds + at_best)

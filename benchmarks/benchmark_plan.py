@@ -1,11 +1,11 @@
-"""What `hop_tf plan` predicts of strategies, beside what real jobs take.
+"""Compares the predictions of `hop_tf plan` with the step times of real jobs.
 
     python benchmarks/benchmark_plan.py --slowdowns=none,2:3x,random:4x
 
-Ranks are hosts of an emulated network (`network`, which needs root), and their computation is emulated, asleep, so that
-they do not take the processor from each other. They train synchronously first, and measure links and steps as `plan`
-does. From that measurement alone all predictions are made. Then each of --candidates trains: milliseconds a step, at
-the rank that takes longest (SHAT: the time in which workers train a batch each), and predicted over measured.
+Ranks are hosts of an emulated network (`network`, which needs root). Their computation is emulated, asleep, so that
+ranks do not take the processor from each other. Ranks train synchronously first, and measure links and steps as `plan`
+does. All predictions use that measurement alone. Then each of --candidates trains. Shown are milliseconds per step, at
+the slowest rank (SHAT: the time in which each worker trains a batch), and predicted over measured.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _CANDIDATES = flags.DEFINE_list(
     "candidates", ["pipe:1", "pipe:2:int8", "hop", "hop:skip", "canary", "shat", "dts:4:4"], "Names of settings."
 )
 
-# Ranks begin at different times; who need not wait for others feels that for as many steps as it may be ahead of them.
+# Ranks begin at different times. A rank that need not wait for others is affected for as many steps as it may be ahead.
 _WARMUP_STEPS = 16
 _SYNCHRONOUS = "PipeSGDStrategy(pipeline_width=1, codec=None, algorithm='mesh')"
-# A server waits for workers that are still at the candidates before.
+# A server waits for workers that are still at earlier candidates.
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=900)
 _STRATEGIES = {
     name: functools.partial(getattr(hop_tf, name), communication_options=_OPTIONS)
@@ -52,7 +52,7 @@ _STRATEGIES = {
 }
 
 
-# In each process. The last host is the parameter server, where there is one.
+# In each process. The last host is the parameter server, if there is one.
 
 
 def _run(case: Mapping, number: int) -> list:
@@ -61,7 +61,7 @@ def _run(case: Mapping, number: int) -> list:
 
 
 def _train(case: Mapping, turn: int, call: str, number: int) -> tuple[float, timing.Measurement | None]:
-    """Seconds a step; of the first of `calls` the measurement, too."""
+    """Returns the seconds of a step, and for the first of `calls` also the measurement."""
     *workers, server = case["addresses"][turn]
     call, *servers = call.split(" with ")
     cluster = {"worker": workers, **({"ps": [server]} if servers else {})}
@@ -107,7 +107,7 @@ def _compare(slowdown: str) -> None:
 
 
 def _job(emulation: ComputeEmulation, calls: list[str]) -> list[tuple[float, timing.Measurement]]:
-    """For each of the calls the seconds of a step, and rank 0's measurement."""
+    """Returns for each call the seconds of a step, and rank 0's measurement."""
     case = {"calls": calls, "num_values": _NUM_VALUES.value, "num_steps": _NUM_STEPS.value}
     of_processes = ranks.run(
         __file__,

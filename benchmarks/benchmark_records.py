@@ -1,18 +1,18 @@
-"""What recording costs: steps of 5 ms with `log_dir` and without, in turns.
+"""Measures the cost of recording: steps of 5 ms with `log_dir` and without, in turns.
 
     python benchmarks/benchmark_records.py --runs=24
 
 Two clusters of two ranks each live in this process, one with `CommunicationOptions(log_dir=...)` and one without, under
-the strategy that `--strategy` names. They train in turns of `--steps` steps, within a `fit`: so a turn and the one it
-is compared with are a fraction of a second apart, and a machine that is slower for a while disturbs both. Clusters that
-are alike differ, too, by where their threads and memory happen to lie: so each of `--runs` has new ones, and what is
-shown is the mean over the runs, with its standard error. All steps are recorded, which those of a long job are not. A
-step takes at least 5 ms, without using the processor (`hop_tf launch --step_seconds` does the same).
+the strategy that `--strategy` names. The clusters train in turns of `--steps` steps, within a `fit`. So two turns that
+are compared are a fraction of a second apart, and a machine that is slower for a while disturbs both. Even equal
+clusters differ by the places of their threads and memory. So each of `--runs` has new clusters, and the mean over the
+runs is shown, with its standard error. All steps are recorded, unlike those of a long job. A step takes at least 5 ms,
+without using the processor (`hop_tf launch --step_seconds` does the same).
 
-Shown is what recording adds to a step: to its duration, and to the processor time that all threads of a rank use. The
-latter is what it would add to a step at most if there were one core only. The thread that writes is measured by itself:
-it writes every other second, whoever's turn it is. At most 1 % of 5 ms is required, 50 microseconds. `--idle` measures
-the benchmark: neither of the clusters has a `log_dir`.
+Shown is the cost of recording per step: in duration, and in processor time of all threads of a rank. With one core
+only, a step would be longer by the processor time at most. The thread that writes is measured separately, because it
+writes every other second, in any cluster's turn. Required: at most 1 % of 5 ms, 50 microseconds. `--idle` measures the
+benchmark itself: neither cluster has a `log_dir`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAMES = ("without", "with")
 
 
 class _Clocks:
-    """Called when a turn ends: seconds, processor seconds but for those of writers, and those of writers."""
+    """Called when a turn ends. Records seconds, processor seconds without writers, and those of writers."""
 
     def __init__(self):
         self.read: list[np.ndarray] = []
@@ -57,9 +57,9 @@ class _Clocks:
 
 
 class _Turns(keras.callbacks.Callback):
-    """Lets the clusters train one after the other, the first one last in the next round.
+    """Lets the clusters train in turns, whose order is reversed in the next round.
 
-    Of each `fit`, the first round is not measured: in it ranks meet.
+    The first round of each `fit` is not measured, because ranks meet in it.
     """
 
     def __init__(self, name: str, barrier: threading.Barrier):
@@ -84,7 +84,7 @@ def _order(number: int) -> tuple[str, ...]:
 
 
 def _turns_per_fit() -> int:
-    """Of which all steps are recorded."""
+    """Returns the number of turns of a `fit`, all of whose steps are recorded."""
     return min(sampling.FULL_STEPS // _STEPS.value, _TURNS.value + 1)
 
 
@@ -107,13 +107,13 @@ def _batches() -> tf.data.Dataset:
 
 def main(argv: list[str]) -> None:
     del argv
-    sampling.FULL_SESSIONS = 2 * _num_fits() + 2  # Each `fit` is one.
+    sampling.FULL_SESSIONS = 2 * _num_fits() + 2  # Each `fit` is a session.
     os.environ.update(ComputeEmulation(step_seconds=_STEP_SECONDS).to_environment())
     _show([_measure(number) for number in range(_RUNS.value)])
 
 
 def _measure(number: int) -> dict[str, np.ndarray]:
-    """What `_per_step` makes of a run of two new clusters."""
+    """Runs two new clusters; returns the result of `_per_step`."""
     clocks = _Clocks()
     barrier = threading.Barrier(_NUM_RANKS * len(_NAMES), clocks)
     with tempfile.TemporaryDirectory() as directory:
@@ -121,7 +121,7 @@ def _measure(number: int) -> dict[str, np.ndarray]:
         options = {"without": hop_tf.CommunicationOptions(), "with": with_records}
         if _IDLE.value:
             options["with"] = options["without"]
-        # The one that is started first is another one each time.
+        # The clusters start in another order each time.
         names = _order(number)
         threads = [threading.Thread(target=_run, args=(options[each], _Turns(each, barrier))) for each in names]
         for thread in threads:
@@ -146,7 +146,7 @@ def _run(options: hop_tf.CommunicationOptions, turns: _Turns) -> None:
 
 
 def _per_step(read: list[np.ndarray]) -> dict[str, np.ndarray]:
-    """What the clocks say of a step, for each cluster and turn: seconds, and processor seconds of a rank."""
+    """Returns the seconds and the processor seconds of a rank per step, for each cluster and turn."""
     steps = {name: [] for name in _NAMES}
     per_fit = len(_NAMES) * _turns_per_fit()
     for first in range(0, len(read), per_fit):

@@ -1,10 +1,10 @@
-"""What the replay of Pipe-SGD costs: time of a step, and memory, beside the same pipeline without compensation.
+"""Measures the cost of Pipe-SGD's replay, in step time and memory, against the same pipeline without compensation.
 
     python benchmarks/benchmark_replay.py
 
 time     Two ranks train a perceptron, really computed; all settings in turn, round after round, in the same processes.
          Milliseconds per step (medians over the rounds). A replay makes K - 1 updates more than the pipeline without
-         it. So its step is compared with a step without it whose optimizer makes each update K times.
+         a replay. So its step is compared with a step without replay whose optimizer makes each update K times.
 memory   Each setting in processes of its own: the highest resident memory of a rank, above that of K = 1, in copies of
          the weights. A replay should take K - 1 gradients, and one copy of the weights and of the optimizer's slots.
 """
@@ -37,7 +37,7 @@ _NUM_ROUNDS = flags.DEFINE_integer("num_rounds", 7, "Rounds.", lower_bound=1)
 _WORLD_SIZE = 2
 _NUM_FEATURES = 784
 _SKIPPED_STEPS = 4  # At the begin of each round: the pipe fills.
-# What is freed is given back to the system at once: the peak is that of what is used.
+# Freed memory goes back to the system at once, so that the peak shows used memory only.
 _EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _OPTIMIZER_CLASSES = {
     "momentum": (keras.optimizers.SGD, {"learning_rate": 0.01, "momentum": 0.9}),
@@ -49,7 +49,7 @@ _OPTIMIZER_CLASSES = {
 
 
 def _make_optimizer(name: str, num_updates: int) -> keras.optimizers.Optimizer:
-    """An optimizer that makes so many updates, one after the other, with different gradients."""
+    """Returns an optimizer that makes `num_updates` updates, one after the other, with different gradients."""
     base, arguments = _OPTIMIZER_CLASSES[name]
 
     class Repeated(base):

@@ -1,12 +1,12 @@
-"""What handing out gradients in L segments is worth with K = 1: communication behind back-propagation (Figure 2 (b)).
+"""Measures the gain of L gradient segments with K = 1: communication behind back-propagation (Figure 2 (b)).
 
     python benchmarks/benchmark_segments.py --links=1e9,500e6
 
-Two ranks train a multi-layer perceptron, really computed: whether a segment's gradients leave before back-propagation
-has ended is TensorFlow's scheduling. In interleaved rounds, D-Sync with L = 1, 2, 4, ... and, beside them, Pipe-SGD
-(K = 2, L = 1) and a rank that is alone. Milliseconds per step (medians), and the share of a step's communication that L
-segments hide: (step of L = 1 - step) / communication of L = 1. At most back-propagation can hide it: about two thirds
-of the computation.
+Two ranks train a multi-layer perceptron, really computed, because TensorFlow's scheduling decides if a segment's
+gradients leave before back-propagation has ended. In interleaved rounds run D-Sync with L = 1, 2, 4, ..., Pipe-SGD
+(K = 2, L = 1), and a rank that is alone. Shown are milliseconds per step (medians), and the share of a step's
+communication that L segments hide: (step of L = 1 - step) / communication of L = 1. At most the communication during
+back-propagation can be hidden: about two thirds of the computation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _run_rank(case: Mapping, rank: int) -> list[dict]:
 
 
 def _time(case: Mapping, rank: int, turn: int, *, is_alone: bool, **settings) -> dict:
-    """Median duration of a step, and the mean time that one spends in all-reduce."""
+    """Returns the median duration of a step, and its mean time in all-reduce."""
     workers = [case["addresses"][turn][rank]] if is_alone else case["addresses"][turn]
     task = {"type": "worker", "index": 0 if is_alone else rank}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
@@ -81,7 +81,7 @@ def _measure(link: str) -> None:
     of_ranks = ranks.run(__file__, case, _WORLD_SIZE, link, num_ports=len(settings))
 
     def median(kind: int, name: str) -> float:
-        """Over the rounds; of the slowest rank in each."""
+        """Returns the median over the rounds of the slowest rank's value."""
         turns = range(kind, len(settings), len(kinds))
         return statistics.median(max(rank[turn][name] for rank in of_ranks) for turn in turns)
 

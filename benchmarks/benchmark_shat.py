@@ -6,7 +6,7 @@
     python benchmarks/benchmark_shat.py --quick
 
 accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
-            Each with that of --learning_rates which is best on data that is held out, and the largest stable one.
+            Each with the one of --learning_rates that is best on held-out data, and the largest stable one.
             Figure 4: with that rate, the accuracy of the server's model after each eighth of the training.
 rates       The learning rate and momentum that training alone stands, with 2 to 16 workers: Algorithm 1 beside what
             `SHATParameterServerStrategy` does by default (`shat_rates.py`).
@@ -78,7 +78,7 @@ _WIDTH, _NUM_SMALL_LAYERS = 500, 7
 
 
 class _Clock(keras.callbacks.Callback):
-    """When each step has ended. After `dies_after` of them the process is killed."""
+    """Records the end of each step. Kills the process after `dies_after` steps, unless that is None."""
 
     def __init__(self, dies_after: int | None):
         super().__init__()
@@ -108,7 +108,7 @@ def _peak_bytes() -> int:
 
 
 def _serve_case(case: Mapping, rank: int) -> list[float] | int:
-    """A process: returns when each of a worker's steps has ended, or by how many bytes a server has grown."""
+    """Runs a process; returns the end times of a worker's steps, or the bytes by which a server has grown."""
     (addresses,) = case["addresses"]
     num_workers = case["num_workers"]
     cluster = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
@@ -158,7 +158,7 @@ def _run_sharding(folder: str | None) -> None:
 
 
 def _throughput(sharding: str, link: str) -> float:
-    """Pushes a second of all workers."""
+    """Returns the pushes per second of all workers."""
     rates = [float(link) * _NUM_SERVERS.value] * _NUM_WORKERS.value + [float(link)] * _NUM_SERVERS.value
     found = _run(_NUM_SERVERS.value, link, sharding=sharding, bandwidth_bits_per_second=rates)
     durations = [np.diff(times)[_SKIPPED_STEPS - 1 :] for times in found[: _NUM_WORKERS.value]]
@@ -204,7 +204,7 @@ def _run(
     environment: Mapping[str, str] | None = None,
     **arguments,
 ) -> list:
-    """What the processes return, those of workers first; `arguments` are those of `ranks.run`."""
+    """Runs the processes; returns their results, workers first. `arguments` are those of `ranks.run`."""
     case = {
         "sharding": sharding,
         "optimizer": optimizer,
@@ -220,7 +220,7 @@ def _run(
 
 
 def main(argv: list[str]) -> None:
-    """Runs what was asked for."""
+    """Runs the requested experiments."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
     logging.set_verbosity(logging.ERROR)

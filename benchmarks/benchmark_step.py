@@ -6,8 +6,7 @@ All cases run in turns, `--rounds` times each: ranks are processes of this machi
 same batch again and again. Shown are medians over the rounds, of rank 0:
 
 - step: the median time of a step;
-- processor: the processor time of a process for a step. It hardly depends on what else the machine does, nor on how
-  many cores it has;
+- processor: the processor time of a process for a step, which hardly depends on other work and on the number of cores;
 - added: the processor time above that of the same library in one process without a strategy, which trains the batch of
   one rank;
 - switches: how often a thread of the process gives up its core, or loses it, in a step;
@@ -43,7 +42,7 @@ from absl import app, flags
 
 KERAS, TORCH, DDP, TF_KERAS, MIRRORED = "keras", "torch", "ddp", "tf_keras", "mirrored"
 _PLAIN = {"codec": None, "algorithm": "mesh"}
-SHAT = "shat"  # Beside its workers there is a process that is the server.
+SHAT = "shat"  # A further process is the server.
 _STRATEGIES: Mapping[str, Callable] = {
     "pipe_sgd": lambda hop_tf: hop_tf.PipeSGDStrategy(),
     "pipe_sgd_k1": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1, **_PLAIN),
@@ -82,7 +81,7 @@ _FOLDER = flags.DEFINE_string("folder", None, "Writes a table there.")
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of a step of rank 0; the fields are the columns that the module lists."""
+    """The cost of a step of rank 0. The fields are the columns in the module's docstring."""
 
     step_ms: float
     processor_ms: float
@@ -93,7 +92,7 @@ class Cost:
 
 
 class Clock:
-    """Notes when steps end. `warmup` steps are no part of the cost. `num_sharing` ranks have the same interface."""
+    """Notes the ends of steps. The cost is without `warmup` steps. `num_sharing` ranks have the same interface."""
 
     def __init__(self, num_sharing: int, warmup: int):
         self._num_sharing = num_sharing
@@ -107,7 +106,7 @@ class Clock:
             self._begin = _used()
 
     def cost(self) -> Cost:
-        """Right after the last step."""
+        """Returns the cost. Call this right after the last step."""
         times = self._times[self._warmup :]
         num_steps = len(times) - 1
         processor, switches, sent = (now - then for now, then in zip(_used(), self._begin, strict=True))
@@ -122,7 +121,7 @@ class Clock:
 
 
 def _used() -> tuple[float, int, int]:
-    """Seconds of the processor, context switches, bytes sent by all interfaces."""
+    """Returns processor seconds, context switches, and bytes sent by all interfaces."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return time.process_time(), usage.ru_nvcsw + usage.ru_nivcsw, psutil.net_io_counters().bytes_sent
 
@@ -131,7 +130,7 @@ def _used() -> tuple[float, int, int]:
 
 
 def _measure(case: Mapping, rank: int) -> Cost | None:
-    """The cost at a rank; None of a server."""
+    """Returns the cost at a rank; None for a server."""
     (addresses,) = case["addresses"]
     clock = Clock(case["num_sharing"], case["warmup"])
     if case["kind"] in (TORCH, DDP):
@@ -169,7 +168,7 @@ def _train_keras(case: Mapping, rank: int, addresses: Sequence[str], clock: Cloc
 
 
 def _library_and_strategy(case: Mapping, rank: int, addresses: Sequence[str]) -> tuple[Any, Any]:
-    """Keras, or tf_keras, and a strategy, made before TensorFlow has done anything."""
+    """Returns Keras or tf_keras, and a strategy, which is made before TensorFlow has done anything."""
     import tensorflow as tf
 
     kind, num_workers = case["kind"], case["num_workers"]
@@ -204,7 +203,7 @@ def _keras_model(keras: Any, name: str) -> Any:
 
 
 def _wide_model(keras: Any) -> Any:
-    """One layer follows itself many times: more computation for each byte that ranks exchange."""
+    """Returns a model that applies one layer many times: more computation for each byte that ranks exchange."""
     x = inputs = keras.Input(_SHAPES[_WIDE])
     x = keras.layers.Dense(_NUM_UNITS, activation="relu")(x)
     repeated = keras.layers.Dense(_NUM_UNITS, activation="relu")

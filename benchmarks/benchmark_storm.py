@@ -1,25 +1,24 @@
-"""What faults cost: six ranks, of which one is killed or stopped every few seconds.
+"""Measures the cost of faults: of six ranks, one is killed or stopped every few seconds.
 
     python benchmarks/benchmark_storm.py
 
 Each strategy goes on without a lost rank. It trains scikit-learn's digits twice for `--steps` steps of `--step_seconds`
 each (emulated, without using the processor): undisturbed, and in a storm. In the storm, every `--interval` seconds a
-rank is killed (SIGKILL), and started again at once, or stopped for `--stop_seconds` (SIGSTOP). Which one, and what
-happens to it, follows from `--seed`. The last fault is early enough for the rank to come back. All of it takes a
-quarter of an hour.
+rank is killed (SIGKILL) and restarted at once, or stopped for `--stop_seconds` (SIGSTOP). `--seed` decides the rank and
+the fault. The last fault is early enough for the rank to come back. The benchmark takes a quarter of an hour.
 
-A rank is up from its start to its last step, but for the time in which it is stopped, and for that from its death until
-its new process has made a step: that is the time to recover. Shown are
+The time to recover is the time from a rank's death until its new process has made a step. A rank is up from its start
+to its last step, except while it is stopped or recovers. Shown are
 
 - kept: the rows that ranks have trained on in the storm for each second in which they were up, as a part of those for
-  each second undisturbed. Those that are left share a lost rank's rows, and their steps take longer. At least 0.95 is
-  required;
+  each second undisturbed. The remaining ranks share a lost rank's rows, and their steps take longer. Required: at least
+  0.95;
 - the median time to recover, most of which a new process takes to start and to trace its step;
 - accuracies, of rank 0, undisturbed and in the storm;
-- equal: whether all ranks end with the same weights, to the bit (where that is promised);
+- equal: True if all ranks end with the same weights, to the bit (if that is promised);
 - problems: processes that have not ended with 0; threads, processes and sockets that are left.
 
-Processes are forked from one that has imported everything: a real one takes some seconds more to come back.
+Processes are forked from one that has imported everything: a real process takes some seconds more to come back.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the faults.")
 _NUM_RANKS = 6
 _BATCH_SIZE = 60
 _TIMEOUT_SECONDS = 300.0
-# Where all wait for each other, the least that can be asked for.
+# The least value that can be required if all ranks wait for each other.
 _CONTINUE = {"on_peer_loss": "continue", "patience_seconds": 0.5}
 _MAKE = {
     "pipe_sgd": lambda options: hop_tf.PipeSGDStrategy(communication_options=options, **_CONTINUE),
@@ -86,7 +85,7 @@ class _Rows(keras.metrics.Metric):
 
 
 class _Steps(keras.callbacks.Callback):
-    """Writes when each step has ended, and how many rows it had."""
+    """Writes the end of each step, and its number of rows."""
 
     def __init__(self, path: pathlib.Path, rows: _Rows):
         super().__init__()
@@ -101,7 +100,7 @@ class _Steps(keras.callbacks.Callback):
 
 
 def _train(name: str, folder: str, num_steps: int) -> tuple[float, str]:
-    """A rank's accuracy in the end, and a digest of its weights."""
+    """Trains a rank; returns its final accuracy, and a digest of its weights."""
     strategy = _MAKE[name](hop_tf.CommunicationOptions(timeout_seconds=40.0))
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32)
@@ -126,12 +125,12 @@ def _train(name: str, folder: str, num_steps: int) -> tuple[float, str]:
 
 @dataclasses.dataclass
 class _Fault:
-    """What has happened to a rank.
+    """A fault of a rank.
 
     Attributes:
       rank: The rank.
-      begin: When, `time.time()`.
-      seconds: For how long it was stopped; None: it was killed.
+      begin: Time of the fault, of `time.time()`.
+      seconds: Time for which the rank was stopped, or None if it was killed.
     """
 
     rank: int
@@ -144,10 +143,10 @@ class _Run:
     """A training.
 
     Attributes:
-      steps: For each rank, when each of its steps has ended, and how many rows it had: a row for each step.
-      faults: What has happened.
-      values: What the ranks have returned; None where they have not.
-      problems: In words.
+      steps: By rank, an array with a row for each step: its end, and its number of rows.
+      faults: The faults of the run.
+      values: By rank, the result, or None.
+      problems: Descriptions of problems.
     """
 
     steps: list[np.ndarray]
@@ -157,7 +156,7 @@ class _Run:
 
     @property
     def downs(self) -> Iterator[tuple[int, float, float]]:
-        """Rank, begin and end of each time in which a rank is not up."""
+        """Yields rank, begin and end of each time in which a rank is not up."""
         for fault in self.faults:
             ends = self.steps[fault.rank][:, 0]
             later = ends[ends > fault.begin + 0.5]

@@ -41,7 +41,7 @@ _OURS = {
 
 
 def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
-    """Seconds of a step, in each round, for each way to train."""
+    """Returns the seconds of a step, in each round, for each way to train."""
     addresses = iter(case["addresses"])
     ways: dict[str, Callable[[], float]] = {}
     if case["mirrored"]:  # Must be made before TensorFlow has done anything.
@@ -65,7 +65,7 @@ def _mirrored(case: Mapping, rank: int, workers: list[str]) -> Callable[[], floa
 
 
 def _train_ours(case: Mapping, rank: int, workers: list[str], settings: Mapping) -> float:
-    """A process uses one strategy at a time: it is made anew in every round, and traced before it is timed."""
+    """Times one round of a strategy, made anew and traced before, because a process uses one strategy at a time."""
     import keras
 
     import hop_tf
@@ -94,7 +94,7 @@ def _perceptron(keras, width: int):
 
 
 def _step_seconds(keras, model, case: Mapping) -> float:
-    """Median time from the end of one step to that of the next, without the first half: tracing, filling pipes."""
+    """Returns the median time between the ends of steps, without the first half, which traces and fills pipes."""
     random = np.random.default_rng(0)
     num_samples = case["num_steps"] * case["batch_size"]
     x = random.normal(size=(num_samples, 784)).astype(np.float32)

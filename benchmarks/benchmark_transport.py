@@ -1,4 +1,4 @@
-"""How fast two processes on this machine exchange messages, beside what its sockets can do.
+"""Measures how fast two processes on this machine exchange messages, compared with its sockets.
 
     python benchmarks/benchmark_transport.py --sizes=4096,1048576,104857600 --rounds=5
     python benchmarks/benchmark_transport.py --members=tcp,tcp_unchecked  # what checksums cost
@@ -33,14 +33,14 @@ _BYTES_PER_ROUND = flags.DEFINE_integer("bytes_per_round", 400 << 20, "About how
 
 
 class SocketTransport(TcpTransport):
-    """As between two machines: payloads go through sockets, and not through memory that processes share."""
+    """A transport as between two machines: payloads go through sockets instead of shared memory."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, shares_memory=False, **keywords)
 
 
 class UncheckedTcpTransport(SocketTransport):
-    """Frames without checksums, to see what these cost."""
+    """A transport of frames without checksums, to measure their cost."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -71,7 +71,7 @@ class Member:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Releases what the member holds."""
+        """Releases the member's resources."""
         raise NotImplementedError
 
     def arrived(self) -> None:
@@ -108,7 +108,7 @@ class TransportMember(Member):
 
 
 class SocketMember(Member):
-    """A plain TCP connection: what the machine can do."""
+    """A plain TCP connection, for comparison."""
 
     def __init__(self, rank: int, addresses: list[tuple[str, int]]):
         super().__init__()
@@ -172,7 +172,7 @@ def _make_member(name: str, rank: int, ports: list[int]) -> Member:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one process does in a measurement."""
+    """The messages that one process sends and receives in a measurement."""
 
     member: str
     size: int

@@ -1,8 +1,7 @@
-"""The experiment `convergence` of `benchmark_canary.py`: what the sketch does to what is learned (Figure 22).
+"""The experiment `convergence` of `benchmark_canary.py`: the effect of the sketch on accuracy (Figure 22).
 
-Ranks are simulated: all train with the same weights, each on its part of a batch, and the mean of their gradients is
-what an all-reduce over a mesh makes of them. In a share of the steps its codec is the sketch, else none. Nothing is
-timed.
+Ranks are simulated: all train with the same weights, each on its part of a batch. The mean of their gradients equals
+that of an all-reduce over a mesh. In a share of the steps its codec is the sketch, otherwise none. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int, fold
 
     Args:
       world_size: Number of ranks.
-      epochs: Of each training.
-      learning_rate: At the begin; it falls to 0 along a cosine.
-      num_seeds: Trainings of each kind.
-      folder: Where to write; None for nowhere.
+      epochs: Number of epochs of each training.
+      learning_rate: The initial learning rate, which falls to 0 along a cosine.
+      num_seeds: Number of trainings of each kind.
+      folder: Folder for the results, or None to write nothing.
     """
     data = images.load(_DATASET.value, CIFAR10.value, _NUM_ROWS.value)
     print(
@@ -109,7 +108,7 @@ def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float
 
 
 class AllReduce:
-    """The mean that a mesh of ranks finds, each of which sums up a piece: what it sends and takes is encoded."""
+    """Computes the mean of a mesh of ranks, each of which sums up a piece. Pieces are encoded both ways."""
 
     def __init__(self, world_size: int):
         self._world_size = world_size

@@ -1,9 +1,9 @@
 """The experiment `ako` of `benchmark_canary.py`: partial gradient exchange as another baseline of Figure 23.
 
-In Ako (Watcharapichat et al., SoCC 2016) each rank applies its own step at once, and sends one of P parts of the model
-in each step to everybody: all that it has accumulated there in P steps. Here, as in the paper's baseline, ranks are in
-lock step, and a step counts 1/n. Ranks are simulated, and nothing is timed: a step takes as long as its computation and
-what it sends.
+In Ako (Watcharapichat et al., SoCC 2016) each rank applies its own step at once. In each step it sends one of P parts
+of the model to all ranks: the changes that it has accumulated there in P steps. Here, as in the paper's baseline, ranks
+are synchronous, and a step counts 1/n. Ranks are simulated, and nothing is timed: a step takes as long as its
+computation and its messages.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _NUM_PARTS = flags.DEFINE_list("ako_parts", ["2", "4", "8"], "P of `ako`.")
 
 _TASK = delay_tasks.TASKS["perceptron"]
 _MOMENTUM = 0.9
-_SKETCH_BYTES = 0.25  # Of those in float32.
+_SKETCH_BYTES = 0.25  # Relative to float32.
 
 _Exchange = Callable[[int, np.ndarray], np.ndarray]
 
 
 def run(world_size: int, epochs: int, num_seeds: int, folder: str | None) -> None:
-    """Prints the accuracy of the mean of all ranks' weights, and how long steps take, and writes that.
+    """Prints and writes the accuracy of the mean of all ranks' weights, and the durations of steps.
 
     Args:
       world_size: Number of ranks.
-      epochs: Of each training.
-      num_seeds: Trainings of each kind.
-      folder: Where to write; None for nowhere.
+      epochs: Number of epochs of each training.
+      num_seeds: Number of trainings of each kind.
+      folder: Folder for the results, or None to write nothing.
     """
     data = _TASK.load(_TASK.num_rows, None, None)
     loads = list(map(float, canary_colayers.LOADS.value))
@@ -58,7 +58,7 @@ def run(world_size: int, epochs: int, num_seeds: int, folder: str | None) -> Non
 
 
 def _kinds(world_size: int) -> dict[str, tuple[float, Callable[[int], _Exchange]]]:
-    """What a kind of training sends, over an all-reduce in float32, and what makes its exchange of so many values."""
+    """Returns for each kind its traffic relative to an all-reduce in float32, and a function from size to exchange."""
     all_reduce = canary_accuracy.AllReduce(world_size)
 
     def synchronous(is_sketched: bool) -> Callable[[int], _Exchange]:
@@ -66,13 +66,13 @@ def _kinds(world_size: int) -> dict[str, tuple[float, Callable[[int], _Exchange]
 
     kinds = {"BML float32": (1.0, synchronous(False)), "BSP sketch": (_SKETCH_BYTES, synchronous(True))}
     for number in map(int, _NUM_PARTS.value):
-        # (n - 1) / P models, where an all-reduce sends 2 (n - 1) / n of one.
+        # (n - 1) / P models. An all-reduce sends 2 (n - 1) / n of one.
         kinds[f"Ako, P = {number}"] = (world_size / 2 / number, functools.partial(_Partial, world_size, number))
     return kinds
 
 
 class _Partial:
-    """What Ako adds to each rank's weights."""
+    """Computes the changes that Ako adds to each rank's weights."""
 
     def __init__(self, world_size: int, num_parts: int, size: int):
         self._accumulated = np.zeros((world_size, size), np.float32)
@@ -92,7 +92,7 @@ class _Partial:
 def _train(
     data: delay_tasks.Data, make_exchange: Callable[[int], _Exchange], world_size: int, epochs: int, seed: int
 ) -> float:
-    """The accuracy on the test data at the end."""
+    """Trains; returns the final accuracy on the test data."""
     keras.backend.clear_session()
     model = _TASK.make_model(keras, seed)
     model.compile(loss="sparse_categorical_crossentropy")

@@ -1,9 +1,9 @@
-"""The experiment `colayers` of `benchmark_canary.py`: what it is worth to divide layers by time, and not by bytes.
+"""The experiment `colayers` of `benchmark_canary.py`: the gain of dividing layers by time instead of bytes.
 
-Nothing is run. Back-propagation goes from the last layer to the first, and takes of its time in each what that has of
-the multiplications; a colayer is sent when its last layer is through and the one before it was sent. So it is known
-when all is sent, for a given division: by bytes, as `colayers.bundle` does it, by the same rule with times, and for the
-best of all divisions into as many parts of consecutive layers.
+Nothing is run. Back-propagation goes from the last layer to the first. Its time in each layer is in proportion to the
+layer's multiplications. A colayer is sent when its last layer is ready and the previous colayer was sent. That gives
+the time at which all is sent for a given division: by bytes, as in `colayers.bundle`; by the same rule with times; and
+for the best of all divisions into as many parts of consecutive layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hop_tf.tensors.packing import TensorSpec
 LOADS = flags.DEFINE_list("loads", ["0.5", "1", "2"], "Time of communication over that of computation.")
 
 _NUM_COLAYERS = 10
-_LATENCY = 0.005  # Of a colayer, over the time of back-propagation.
+_LATENCY = 0.005  # Latency of a colayer, over the time of back-propagation.
 _MODELS = {
     "VGG16": keras.applications.VGG16,
     "ResNet50": keras.applications.ResNet50,
@@ -33,10 +33,10 @@ _TITLES = ("model", "load", "by bytes", "by time", "best")
 
 
 def run(folder: str | None) -> None:
-    """Prints when all is sent, in times of back-propagation, and writes it.
+    """Prints and writes the time at which all is sent, in times of back-propagation.
 
     Args:
-      folder: Where to write; None for nowhere.
+      folder: Folder for the results, or None to write nothing.
     """
     print(f"\ncolayers: when all is sent, in times of back-propagation, {_NUM_COLAYERS} colayers")
     print("  " + "".join(f"{title:>13s}" for title in _TITLES))
@@ -52,7 +52,7 @@ def run(folder: str | None) -> None:
 
 
 def _layers(model: keras.Model) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Of the layers with a kernel, the last one first: its dimensions, its values, and its share of the time."""
+    """Returns dimensions, values, and shares of the time of the layers with a kernel, the last layer first."""
     layers = [layer for layer in model.layers if getattr(layer, "kernel", None) is not None]
     # Multiplications of a forward pass: each value of a kernel takes part in every place of the output.
     places = [math.prod(layer.output.shape[1:-1]) for layer in layers]
@@ -63,7 +63,7 @@ def _layers(model: keras.Model) -> tuple[list[int], np.ndarray, np.ndarray]:
 
 
 def _lengths(dimensions: list[int], by: np.ndarray) -> list[int]:
-    """How many layers each colayer has where `bundle` takes `by` for sizes."""
+    """Returns the number of layers of each colayer if `bundle` takes `by` for sizes."""
     whole = np.maximum(1, np.round(1e6 * by / by.sum())).astype(int)
     shapes = [(int(size), *[1] * (number - 1)) for size, number in zip(whole, dimensions, strict=True)]
     specs = [TensorSpec("", shape, tf.float32) for shape in reversed(shapes)]
@@ -71,7 +71,7 @@ def _lengths(dimensions: list[int], by: np.ndarray) -> list[int]:
 
 
 def _end(lengths: list[int], sending: np.ndarray, times: np.ndarray) -> float:
-    """When all is sent."""
+    """Returns the time at which all colayers are sent."""
     now, ready, first = 0.0, np.cumsum(times), 0
     for length in lengths:
         last = first + length
@@ -85,7 +85,7 @@ def _best_end(sending: np.ndarray, times: np.ndarray) -> float:
 
     @functools.cache
     def best(last: int, number: int) -> float:
-        """When the first `last` layers are sent at the earliest, in so many colayers at most."""
+        """Returns the earliest time at which the first `last` layers are sent, in at most `number` colayers."""
         if last == 0:
             return 0.0
         if number == 0:

@@ -2,7 +2,7 @@
 
 Ranks are simulated: Canary's own exchange on a virtual clock, real gradients of ten dense layers, which are ten
 colayers. A step takes a second; its first third is the forward pass, and in the other two thirds colayers leave one
-after the other, as in the paper. The slow rank may hold all images of a class: what it drops nobody else can tell.
+after the other, as in the paper. The slow rank may hold all images of a class: no other rank can replace its drops.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _TITLES = ("shards", "slower", "s:p", "steps made", "colayers left", "dropped", 
 
 
 def run(world_size: int, learning_rate: float, momentum: float, num_rows: int, num_seeds: int, folder: str | None):
-    """Prints what becomes of the slow rank's steps, and what all have learned, and writes it. Means over the seeds.
+    """Prints and writes the fate of the slow rank's steps, and the accuracy. Values are means over the seeds.
 
     Args:
       world_size: Number of ranks.
-      learning_rate: At the begin; it falls to 0 along a cosine.
-      momentum: That of SGD.
-      num_rows: Images to train with.
-      num_seeds: Trainings of each kind.
-      folder: Where to write; None for nowhere.
+      learning_rate: The initial learning rate, which falls to 0 along a cosine.
+      momentum: Momentum of SGD.
+      num_rows: Number of images to train with.
+      num_seeds: Number of trainings of each kind.
+      folder: Folder for the results, or None to write nothing.
     """
     data = images.load("fashion_mnist", num_rows=num_rows)
     print(f"\novertime: {world_size} ranks, {_ITERATIONS.value} iterations, {num_seeds} seeds")
@@ -112,7 +112,7 @@ class _Job:
         self._counters = {}
 
     def run(self) -> tuple[float, ...]:
-        """Trains; returns what `_TITLES` tell of the slow rank and of the model."""
+        """Trains; returns the values of `_TITLES` for the slow rank and the model."""
         (initial,) = self._whole.pack(self._weights)
         self._initial = initial.numpy()
         self._cluster.run(self._train)
@@ -167,7 +167,7 @@ class _Job:
                 buckets = exchange.emit_encode(colayer, [tf.constant(values)])
                 incoming = exchange.step(Outgoing(step, colayer, tuple(bucket.numpy() for bucket in buckets)))
             weights, num_left = np.array(incoming.buckets[0]), int(exchange.num_left)
-            if num_left < _NUM_LAYERS:  # What was dropped the optimizer forgets.
+            if num_left < _NUM_LAYERS:  # The optimizer forgets dropped steps.
                 end = self._ends[num_left - 1] if num_left else 0
                 velocity[end:] = before[end:]
             if rank == self._slow_rank:

@@ -1,7 +1,7 @@
-"""The experiment `scales` of `benchmark_canary.py`: what sketches cost where the scales of gradients differ.
+"""The experiment `scales` of `benchmark_canary.py`: the cost of sketches if the scales of gradients differ.
 
-A sketch has 256 values for all that it encodes. Tensors of a colayer share it: one whose gradients are 100 times
-smaller than others' gets few of these values. An optimizer as Adam makes steps of the same size of it none the less.
+A sketch has 256 values for all encoded gradients. The tensors of a colayer share one: a tensor whose gradients are 100
+times smaller than others' gets few of these values. An optimizer such as Adam still makes steps of the same size of it.
 Training is synchronous, in simulated ranks (`canary_accuracy.AllReduce`), on the tasks of `benchmark_delay.py`.
 """
 
@@ -26,7 +26,7 @@ _OPTIMIZERS = flags.DEFINE_multi_enum("optimizer", ["adam"], ["adam", "sgd"], "O
 _NUM_COLAYERS = 10
 _ADAM_RATE = 0.001
 _STEPS_PER_LOOK = 20
-_SKETCHED = ("nothing", "colayers", "tensors")  # What has a sketch of its own.
+_SKETCHED = ("nothing", "colayers", "tensors")  # The units that have their own sketch.
 _TITLES = ("task", "optimizer", "sketch for", "scales", "error", "decile", "accuracy")
 
 
@@ -35,9 +35,9 @@ def run(world_size: int, epochs: int, num_seeds: int, folder: str | None) -> Non
 
     Args:
       world_size: Number of ranks.
-      epochs: Of each training.
-      num_seeds: Trainings of each kind.
-      folder: Where to write; None for nowhere.
+      epochs: Number of epochs of each training.
+      num_seeds: Number of trainings of each kind.
+      folder: Folder for the results, or None to write nothing.
     """
     print(f"\nscales: {world_size} ranks, {epochs} epochs, {num_seeds} seeds. Scales: the largest ratio of the root")
     print("mean squares of two tensors of a colayer; errors of tensors' gradients, relative: median, ninth decile")
@@ -66,7 +66,7 @@ def _train(
     epochs: int,
     seed: int,
 ) -> tuple[float, ...]:
-    """The accuracy, and what `_TITLES` tell of gradients."""
+    """Trains; returns the accuracy, and the values of `_TITLES` for gradients."""
     keras.backend.clear_session()
     model = task.make_model(keras, seed)
     model.compile(loss="sparse_categorical_crossentropy")

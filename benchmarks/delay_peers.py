@@ -1,6 +1,6 @@
 """Other libraries that train the tasks of `benchmark_delay.py` synchronously: the same weights, the same batches.
 
-Where computation is emulated, they sleep for as long before each step; their own comes on top of it.
+If computation is emulated, they sleep for that time before each step, in addition to their own computation.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def train(case: Mapping, rank: int) -> delay_ranks.Trained:
 
 
 def _own(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:
-    """The part of a rank of global batches."""
+    """Returns a rank's part of global batches."""
     return np.split(rows, world_size, axis=1)[rank]
 
 
 def _evaluated(
     model: keras.Model, weights: Sequence[np.ndarray], clock: delay_ranks.Clock, test: images.Part, rank: int
 ) -> delay_ranks.Trained:
-    """What is found with `weights`, and with those that were noted; `model` is Keras's."""
+    """Returns the accuracies of the final `weights` and of those that `clock` noted, of the Keras model `model`."""
     trained = delay_ranks.Trained(seconds=clock.seconds, steps=clock.steps)
     if rank == 0:
         model.set_weights(weights)
@@ -109,7 +109,7 @@ def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
 
 
 def _make_network(torch: Any, forward: Callable, weights: Sequence[np.ndarray]) -> Any:
-    """A module with these parameters, in this order."""
+    """Returns a module with these parameters, in this order."""
 
     class Network(torch.nn.Module):
         def __init__(self):
@@ -123,14 +123,14 @@ def _make_network(torch: Any, forward: Callable, weights: Sequence[np.ndarray]) 
 
 
 def _make_optimizer(torch: Any, parameters: Any, case: Mapping) -> Any:
-    """With what Keras's have as their defaults."""
+    """Returns the optimizer of a case, with the defaults of Keras's."""
     if case["optimizer"] == "sgd":
         return torch.optim.SGD(parameters, case["learning_rate"], momentum=delay_ranks.MOMENTUM)
     return torch.optim.AdamW(parameters, case["learning_rate"], eps=1e-7, weight_decay=0.004)
 
 
 def _share_of_rate(schedule: str, num_steps: int, step: int) -> float:
-    """Of the learning rate, as Keras's schedule has it."""
+    """Returns the factor of the learning rate, as in Keras's schedule."""
     return (1 + math.cos(math.pi * step / num_steps)) / 2 if schedule == delay_ranks.COSINE else 1.0
 
 

@@ -1,9 +1,9 @@
-"""What `benchmark_delay.py` runs in each rank: kinds of training by their labels, and a training under hop_tf.
+"""The part of `benchmark_delay.py` in each rank: kinds of training by their labels, and a training under hop_tf.
 
 A case has the arguments of a training, all of which JSON can hold: `task`, `cifar10`, `num_rows`, `test_rows`,
 `epochs`, `batch_size`, `shards`, `optimizer`, `learning_rate`, `schedule`, `kind`, `seed`, `world_size` (without
 servers), `evaluate_every` (steps between two evaluations, or None), `step_seconds` (emulated computation, for other
-libraries) and what `ranks.run` adds.
+libraries) and the entries that `ranks.run` adds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Kind:
     """A strategy and its settings.
 
     Attributes:
-      make_strategy: Its class.
-      settings: Arguments of its constructor.
-      num_servers: Parameter servers, each a process of its own.
+      make_strategy: Class of the strategy.
+      settings: Arguments of the constructor.
+      num_servers: Number of parameter servers, each a process of its own.
     """
 
     make_strategy: Callable[..., tf.distribute.Strategy]
@@ -47,7 +47,7 @@ class Kind:
     num_servers: int = 0
 
 
-# For each name that a label begins with: the strategy, what is set, and the arguments that need not be named.
+# For each name that begins a label: the strategy, its settings, and the arguments that need no name.
 _STRATEGIES: Mapping[str, tuple[Callable, Mapping[str, Any], Sequence[str]]] = {
     SYNCHRONOUS: (hop_tf.PipeSGDStrategy, {"pipeline_width": 1, **_PLAIN}, ()),
     "auto": (hop_tf.PipeSGDStrategy, {}, ()),
@@ -61,11 +61,11 @@ _STRATEGIES: Mapping[str, tuple[Callable, Mapping[str, Any], Sequence[str]]] = {
 
 
 def parse_kind(label: str) -> Kind:
-    """The strategy that a label such as "hop", "pipe:3", "dts:20:12" or "canary:max_in_flight=2" stands for.
+    """Returns the kind of a label such as "hop", "pipe:3", "dts:20:12" or "canary:max_in_flight=2".
 
     Args:
-      label: A name, and arguments of the strategy's constructor, as JSON or plain text; what is left out has its
-        default.
+      label: A name, and arguments of the strategy's constructor, as JSON or plain text. Other arguments have their
+        defaults.
 
     Raises:
       ValueError: If there is no such name or argument.
@@ -93,14 +93,14 @@ def _value(text: str) -> Any:
 
 @dataclasses.dataclass
 class Trained:
-    """What a rank has found.
+    """The results of a rank.
 
     Attributes:
-      accuracy: On what is held out, at the end; None where it was not evaluated.
-      loss: Mean training loss of this rank in the last epoch; None where it was not noted.
-      seconds: From the end of the first step, which traces, to that of the last.
-      steps: Steps that the rank has made, without those that it has passed over.
-      reached: Seconds since the end of the first step, without those that were spent here, and the accuracy then.
+      accuracy: Final accuracy on held-out data, or None if it was not evaluated.
+      loss: Mean training loss of this rank in the last epoch, or None if it was not noted.
+      seconds: Time from the end of the first step, which traces, to the end of the last.
+      steps: Number of steps that the rank has made, without skipped ones.
+      reached: Pairs of the seconds since the end of the first step, without the time for notes, and the accuracy then.
     """
 
     accuracy: float | None = None
@@ -111,7 +111,7 @@ class Trained:
 
 
 class Clock:
-    """Notes the weights of every so many steps, to be evaluated after the training, when nobody waits for it.
+    """Notes weights during the training, and evaluates them afterwards, when no rank waits.
 
     Args:
       evaluate_every: Steps between two notes; None for no notes.
@@ -126,7 +126,7 @@ class Clock:
         self._noted: list[tuple[float, Sequence[np.ndarray]]] = []
 
     def step(self, get_weights: Callable[[], Sequence[np.ndarray]]) -> None:
-        """A step has ended."""
+        """Called when a step has ended."""
         now = time.monotonic()
         self._start = now if self._start is None else self._start
         self.steps += 1
@@ -143,7 +143,7 @@ class Clock:
 
 
 def load(case: Mapping) -> tuple[delay_tasks.Task, delay_tasks.Data, np.ndarray]:
-    """The task of a case, its data, and the rows of all global batches."""
+    """Returns the task of a case, its data, and the rows of all global batches."""
     task = delay_tasks.TASKS[case["task"]]
     data = task.load(case["num_rows"], case["test_rows"], case["cifar10"])
     sizes = {name: case[name] for name in ("epochs", "batch_size", "world_size", "shards", "seed")}
@@ -151,7 +151,7 @@ def load(case: Mapping) -> tuple[delay_tasks.Task, delay_tasks.Data, np.ndarray]
 
 
 def make_optimizer(library: Any, case: Mapping, num_steps: int) -> Any:
-    """Of Keras, or of tf_keras."""
+    """Returns an optimizer of Keras, or of tf_keras."""
     rate = case["learning_rate"]
     if case["schedule"] == COSINE:
         rate = library.optimizers.schedules.CosineDecay(rate, num_steps)

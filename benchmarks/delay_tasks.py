@@ -17,19 +17,19 @@ import tensorflow as tf
 
 IDENTICAL, SKEWED = "identical", "skewed"
 
-_NUM_BYTES = 128  # Of the transformer's vocabulary; what is beyond is rare in sources.
+_NUM_BYTES = 128  # Size of the transformer's vocabulary. Larger bytes are rare in sources.
 _CONTEXT = 64
-_HELD_OUT_FILES = 5  # One of so many.
+_HELD_OUT_FILES = 5  # One of five files is held out.
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a task trains with.
+    """The data of a task.
 
     Attributes:
       train: Inputs and labels.
-      test: The same, held out.
-      groups: [rows] of integers: the class of a row of `train`, or its file. Skewed shards are made of these.
+      test: Held-out inputs and labels.
+      groups: [rows] of integers: the class of each row of `train`, or its file. Skewed shards are made of groups.
     """
 
     train: images.Part
@@ -42,14 +42,14 @@ class Task:
     """A task and its default sizes.
 
     Attributes:
-      load: Called with the number of rows to train with, that to test with (None: all) and the file of `--cifar10`.
-      make_model: Called with Keras, or tf_keras where `has_peers`, and a seed. The model ends in probabilities.
-      learning_rate: Of SGD with momentum 0.9: one that synchronous training stands.
-      num_rows: Rows to train with.
-      test_rows: Rows to test with; None for all.
-      epochs: Of a training.
-      augments: Whether images are mirrored and moved at random.
-      has_peers: Whether other libraries train the same model.
+      load: Called with the numbers of rows to train and to test with (None: all), and the file of `--cifar10`.
+      make_model: Called with Keras, or tf_keras if `has_peers`, and a seed. The model ends in probabilities.
+      learning_rate: A stable learning rate for synchronous SGD with momentum 0.9.
+      num_rows: Number of rows to train with.
+      test_rows: Number of rows to test with; None for all.
+      epochs: Number of epochs of a training.
+      augments: True if images are mirrored and moved at random.
+      has_peers: True if other libraries train the same model.
     """
 
     load: Callable[[int, int | None, str | None], Data]
@@ -63,16 +63,16 @@ class Task:
 
 
 def order(data: Data, *, epochs: int, batch_size: int, world_size: int, shards: str, seed: int) -> np.ndarray:
-    """The rows of every global batch, whose r-th contiguous part is that of rank r.
+    """Returns the rows of every global batch, whose r-th contiguous part belongs to rank r.
 
     Args:
       data: The data.
-      epochs: How often they are passed over.
+      epochs: Number of passes over the data.
       batch_size: Rows of a global batch, a multiple of `world_size`.
       world_size: Number of ranks.
       shards: "identical": every rank draws from all rows. "skewed": rows in the order of their groups are cut into as
         many parts as there are ranks, equally long, and a rank draws from its own.
-      seed: Of the draws.
+      seed: Seed of the draws.
 
     Returns:
       Integers [steps, batch_size]. In each epoch the rows that fill no batch are left out.
@@ -95,7 +95,7 @@ def order(data: Data, *, epochs: int, batch_size: int, world_size: int, shards: 
 
 
 def batches(data: Data, rows: np.ndarray, augments: bool, seed: int) -> tf.data.Dataset:
-    """Global batches of these rows: `rows` is what `order` returns. Augmentation depends on `seed` and the step."""
+    """Returns global batches of the `rows` from `order`. Augmentation depends on `seed` and the step."""
     x, y = map(tf.constant, data.train)
 
     def pick(step: tf.Tensor, chosen: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -108,7 +108,7 @@ def batches(data: Data, rows: np.ndarray, augments: bool, seed: int) -> tf.data.
 
 
 def _augmented(x: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """As `images.augmented`: half of the images mirrored, all moved by up to an eighth, where zeros fill the gap."""
+    """Mirrors half of the images, and moves all by up to an eighth, as `images.augmented`. Zeros fill the gap."""
     mirrored, down, right = (seed + tf.constant([1000 * part, 0], tf.int64) for part in (1, 2, 3))
     num_images = tf.shape(x)[0]
     height, width = x.shape[1] // 8, x.shape[2] // 8
@@ -165,7 +165,7 @@ def _resnet(library: Any, seed: int) -> keras.Model:
 
 
 def _load_text(num_rows: int, test_rows: int | None, cifar10: str | None) -> Data:
-    """Bytes of Python's standard library, each with the one that follows; every fifth file is held out."""
+    """Returns bytes of Python's standard library with the next bytes as labels. Every fifth file is held out."""
     del cifar10
     folder = pathlib.Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(folder.glob("*.py"))
@@ -178,7 +178,7 @@ def _load_text(num_rows: int, test_rows: int | None, cifar10: str | None) -> Dat
 
 
 def _rows_of(paths: list[pathlib.Path], num_rows: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """As many pieces of these files, from all over them, in their order; and the number of each piece's file."""
+    """Returns up to `num_rows` pieces, evenly spread over the files, in order; and the number of each piece's file."""
     pieces = []
     for path in paths:
         values = np.minimum(np.frombuffer(path.read_bytes(), np.uint8), _NUM_BYTES - 1).astype(np.int32)
@@ -201,7 +201,7 @@ class _Positions(keras.layers.Layer):
 
 
 def _transformer(library: Any, seed: int, width: int = 64, num_blocks: int = 2) -> keras.Model:
-    """Causal, with normalization in front of each part: probabilities of the next byte."""
+    """Returns a causal transformer, with normalization before each part, for probabilities of the next byte."""
     library.utils.set_random_seed(seed)
     layers = keras.layers
     inputs = keras.Input((_CONTEXT,), dtype="int32")

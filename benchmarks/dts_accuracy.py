@@ -1,4 +1,4 @@
-"""The experiment `accuracy` of `benchmark_dts.py`: what delays and intervals do to what is learned.
+"""The experiment `accuracy` of `benchmark_dts.py`: the effect of delays and intervals on accuracy.
 
 A small residual network is trained with the same initial values and global batches, synchronously and by DTS. Ranks,
 each with its own batch statistics, are simulated (`dts_simulation`): nothing is timed. Processes may share the seeds.
@@ -46,10 +46,10 @@ class Trained:
     """A training.
 
     Attributes:
-      label: What it was trained with.
-      seed: Its seed.
+      label: Label of the settings.
+      seed: Seed of the training.
       losses: Training loss of each epoch.
-      accuracy: On the test data, at the end.
+      accuracy: Final accuracy on the test data.
     """
 
     label: str
@@ -63,7 +63,7 @@ def run(world_size: int, folder: str | None) -> None:
 
     Args:
       world_size: Number of ranks.
-      folder: Where to write; None for nowhere.
+      folder: Folder for the results, or None to write nothing.
     """
     data = images.load(_DATASET.value, _CIFAR10.value, _NUM_ROWS.value)
     print(f"\naccuracy, {_DATASET.value}, {len(data[0][0])} rows, {_EPOCHS.value} epochs, {world_size} ranks")
@@ -78,7 +78,7 @@ def run(world_size: int, folder: str | None) -> None:
 
 
 def _kinds() -> Mapping[str, Mapping]:
-    """The settings of each kind of training, by labels."""
+    """Returns the settings of each kind of training, by label."""
     kinds = {_SYNCHRONOUS: {"delay": 0, "interval": 1}}
     for settings, codec in itertools.product(SETTINGS.value, _CODECS.value):
         delay, interval = map(int, settings.split(":"))

@@ -1,4 +1,4 @@
-"""Measures what crosses between the host and a GPU, and checks the CUDA kernels among PyTorch's streams and allocator.
+"""Measures copies between the host and a GPU, and checks the CUDA kernels among PyTorch's streams and allocator.
 
     python benchmarks/gpu_with_torch.py --json=torch.json
 
@@ -97,7 +97,7 @@ def run_all(names: list[str], library: str, folder: str, deadline: float) -> Ite
 
 
 def _run_until(command: list[str], deadline: float) -> tuple[str, str]:
-    """How a process has ended, and what it has written."""
+    """Runs a command until the deadline; returns a text about its end, and its output."""
     limit = max(1.0, deadline - time.monotonic())
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
@@ -112,7 +112,7 @@ def _run_until(command: list[str], deadline: float) -> tuple[str, str]:
 
 
 def table(results: dict[str, dict]) -> Iterator[str]:
-    """The lines to print."""
+    """Yields the lines to print."""
     found = {name: each["result"] for name, each in results.items() if "result" in each}
     if "memcpy" in found:
         yield "memcpy, GB/s: " + ", ".join(f"{name} {rate:.1f}" for name, rate in found["memcpy"].items())

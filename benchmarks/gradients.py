@@ -16,8 +16,8 @@ def flat_gradient(model: keras.Model, weights: Sequence[keras.Variable], packing
 
     Args:
       model: A compiled model. Its weights become `values`.
-      weights: Those that are trained, float32, in the order of the packing.
-      packing: Where each of them lies in one vector.
+      weights: The trained weights, float32, in the order of the packing.
+      packing: Places of the weights in one vector.
 
     Returns:
       The function: it takes and returns arrays, the gradient laid out as `values`.

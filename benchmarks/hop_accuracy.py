@@ -22,12 +22,12 @@ _STEPS_PER_RECORD = 5
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What has come of a training.
+    """The results of a training.
 
     Attributes:
-      simulation: When ranks made their iterations, and where they ended.
-      recorded: For each rank its weights in every fifth iteration, but those that it has jumped over.
-      packing: Where the weights lie in these vectors.
+      simulation: Times of the ranks' iterations, and final parameters.
+      recorded: By rank, the weights in every fifth iteration, unless the rank has jumped over it.
+      packing: Places of the weights in these vectors.
     """
 
     simulation: hop_tf.tools.simulate.HopSimulation
@@ -36,11 +36,11 @@ class Training:
 
     @property
     def seconds(self) -> float:
-        """When ranks had made all iterations, in virtual time, mean over ranks."""
+        """Virtual time at which ranks had made all iterations, mean over ranks."""
         return float(np.mean(self.simulation.finished_seconds))
 
     def weights_at(self, seconds: float) -> list[np.ndarray]:
-        """The mean of what the ranks had recorded last then."""
+        """Returns the mean of the weights that ranks had recorded last at that time."""
         entered = self.simulation.entered_seconds
         latest = [
             values[max((step for step in values if entered[rank, step] <= seconds), default=0)]
@@ -49,7 +49,7 @@ class Training:
         return self._unpack(np.mean(latest, axis=0))
 
     def weights(self) -> list[np.ndarray]:
-        """The mean of what the ranks ended with."""
+        """Returns the mean of the ranks' final weights."""
         return self._unpack(self.simulation.parameters.mean(0))
 
     def _unpack(self, values: np.ndarray) -> list[np.ndarray]:
@@ -72,16 +72,16 @@ def train(
     """Trains at all ranks.
 
     Args:
-      model: A compiled model, whose weights are all trained and whose optimizer is SGD. It says where all ranks begin.
+      model: A compiled model with which all ranks begin. All its weights are trained, and its optimizer is SGD.
       data: Inputs and targets. Every rank draws from all of them.
       topology: The ranks.
-      compute: How long steps take.
-      settings: Those of HopStrategy.
-      num_steps: Iterations of each rank.
-      batch_size: Of a rank.
-      seed: Of the draws.
-      decays: Whether the learning rate falls to 0 along a cosine. Default True.
-      sending_seconds: As of `hop_tf.simulate.hop`. Default: no time.
+      compute: Emulation that gives the durations of steps.
+      settings: Settings of HopStrategy.
+      num_steps: Number of iterations of each rank.
+      batch_size: Batch size of a rank.
+      seed: Seed of the draws.
+      decays: True if the learning rate falls to 0 along a cosine. Default True.
+      sending_seconds: Argument of `hop_tf.simulate.hop`. Default: no time.
 
     Returns:
       The training.
@@ -104,7 +104,7 @@ def train(
         return velocities[rank].copy()
 
     (initial,) = packing.pack(weights)
-    result = hop_tf.tools.simulate.hop(
+    result = hop_tf.simulate.hop(
         topology=topology,
         world_size=topology.world_size,
         num_steps=num_steps,

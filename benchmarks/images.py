@@ -10,12 +10,12 @@ _EVALUATION_BATCH = 500
 
 
 def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> tuple[Part, Part]:
-    """Images and labels to train with, and to test with.
+    """Returns images and labels to train with, and to test with.
 
     Args:
       name: "mnist", "fashion_mnist" or "cifar10", from `keras.datasets`.
       cifar10: Instead of Keras's CIFAR-10, an .npz file with x_train, y_train, x_test and y_test.
-      num_rows: So many images to train with, at most. Default: all.
+      num_rows: Largest number of images to train with. Default: all.
 
     Returns:
       (x, y), (x_test, y_test): float32 [rows, height, width, channels], where the values to train with have mean 0 and
@@ -35,7 +35,7 @@ def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> 
 
 
 def augmented(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Half of the images mirrored, and all moved by up to an eighth of their size, where zeros fill the gap."""
+    """Mirrors half of the images, and moves all by up to an eighth of their size. Zeros fill the gap."""
     x = np.where(generator.random(len(x))[:, None, None, None] < 0.5, x[:, :, ::-1], x)
     height, width = x.shape[1:3]
     vertical, horizontal = height // 8, width // 8
@@ -48,7 +48,7 @@ def augmented(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
 
 
 def accuracy(model: keras.Model, part: Part) -> float:
-    """The share of labels that a model finds."""
+    """Returns the share of labels that a model predicts correctly."""
     x, y = part
     found = np.argmax(model.predict(x, batch_size=_EVALUATION_BATCH, verbose=0), axis=-1)
     return float(np.mean(found == np.reshape(y, found.shape)))

@@ -10,11 +10,11 @@ import tensorflow as tf
 
 
 def residual_network(shape: Sequence[int], seed: int) -> keras.Model:
-    """A convolution and three residual blocks, with batch normalization; probabilities of ten classes.
+    """Returns a model for ten classes: a convolution and three residual blocks, with batch normalization.
 
     Args:
-      shape: Of an image: height, width, channels.
-      seed: Of the initial weights.
+      shape: Shape of an image: height, width, channels.
+      seed: Seed of the initial weights.
     """
     layers, seeds = keras.layers, itertools.count(1000 * seed)
 

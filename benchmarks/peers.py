@@ -1,7 +1,7 @@
-"""Other libraries that benchmarks compare with: whether they are installed, and how their ranks find each other.
+"""Other libraries for comparison: checks for their packages, and setups of their ranks.
 
-PyTorch is the package `torch`; MultiWorkerMirroredStrategy trains under the package `tf_keras` only, as Keras 3 does
-not know it.
+PyTorch is the package `torch`. MultiWorkerMirroredStrategy trains only under the package `tf_keras`, because Keras 3
+does not support it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import psutil
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
+    """True if a package can be imported."""
     return importlib.util.find_spec(package) is not None
 
 

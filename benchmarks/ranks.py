@@ -1,7 +1,7 @@
 """Runs a function in one process for each rank, on this machine's loopback or on hosts of an emulated network.
 
-A benchmark calls `run(__file__, case, world_size, link)` in its parent process. Each rank is the same file started
-again, where `serve(function)` calls `function(case, rank)`; what that returns goes back to the parent.
+A benchmark calls `run(__file__, case, world_size, link)` in its parent process. Each rank starts the same file again.
+There `serve(function)` calls `function(case, rank)`, and sends the result to the parent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.2
 
 
 def serve(function: Callable[[Mapping, int], Any]) -> None:
-    """In the process of a rank calls `function(case, rank)`, and ends the process; elsewhere does nothing."""
+    """In the process of a rank, calls `function(case, rank)` and ends the process. Does nothing in the parent."""
     if _CASE not in os.environ:
         return
     path, rank = pathlib.Path(os.environ[_CASE]), int(os.environ[_RANK])
@@ -55,22 +55,22 @@ def run(
 
     Args:
       script: The benchmark's file.
-      case: What JSON can hold. Each rank gets it with `addresses` added: `num_ports` lists of "host:port" of all ranks;
-        and `interfaces`, the addresses of each rank's interfaces, None on loopback.
+      case: Values for JSON. Each rank gets the case with `addresses` added: `num_ports` lists of "host:port" of all
+        ranks; and `interfaces`, the addresses of each rank's interfaces, None on loopback.
       world_size: Number of ranks.
       link: "loopback", or the rate of each host's link in bits per second, such as "1e9".
-      num_ports: How many ports each rank gets.
+      num_ports: Number of ports of each rank.
       environment: Variables for the ranks' environment.
-      timeout_seconds: How long all of it may take.
+      timeout_seconds: Limit for the whole run.
       killed: Ranks that kill themselves (SIGKILL).
       **emulation: Further arguments of `network.EmulatedNetwork`, such as `round_trip_seconds`. One that is given here
         counts instead of `link`.
 
     Returns:
-      What each rank has returned; None of those that were killed.
+      The result of each rank; None for killed ranks.
 
     Raises:
-      RuntimeError: If a rank fails, takes too long, or lives where it should not. The others are ended.
+      RuntimeError: If a rank fails, takes too long, or is in `killed` and lives. The others are ended.
     """
     with tempfile.TemporaryDirectory() as folder, _hosts(world_size, num_ports, link, emulation) as (hosts, start):
         path = pathlib.Path(folder) / "case.json"
@@ -93,7 +93,7 @@ def run(
 
 
 def _await(processes: Sequence[subprocess.Popen], timeout_seconds: float, killed: Collection[int]) -> None:
-    """Waits until all have ended; raises as soon as one has failed, whichever that is."""
+    """Waits until all processes have ended. Raises as soon as any one has failed."""
     deadline = time.monotonic() + timeout_seconds
     running = dict(enumerate(processes))
     while running:
@@ -108,7 +108,7 @@ def _await(processes: Sequence[subprocess.Popen], timeout_seconds: float, killed
 
 @contextlib.contextmanager
 def _hosts(world_size: int, num_ports: int, link: str, emulation: Mapping) -> Iterator[tuple[Mapping, Callable]]:
-    """What ranks get to know of the hosts, and what starts a process on one."""
+    """Yields the addresses and interfaces of the hosts, and a function that starts a process on one."""
     if link != LOOPBACK:
         with network.EmulatedNetwork(world_size, **{"bandwidth_bits_per_second": float(link), **emulation}) as net:
             ports = range(_FIRST_PORT, _FIRST_PORT + num_ports)

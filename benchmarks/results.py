@@ -1,4 +1,4 @@
-"""Writes what benchmarks have found, as tables and figures, into a folder."""
+"""Writes the results of benchmarks, as tables and figures, into a folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of `values`; nan where there is only one."""
+    """Returns the standard error of the mean of `values`; nan if there is only one value."""
     return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else np.nan
 
 
@@ -19,9 +19,9 @@ def write_table(folder: str, name: str, titles: Sequence[str], rows: Iterable[Se
     """Writes `<name>.csv`.
 
     Args:
-      folder: Where to; it is made if it does not exist.
+      folder: Folder of the file; made if it does not exist.
       name: Name of the file, without its ending.
-      titles: Of the columns.
+      titles: Titles of the columns.
       rows: The rows.
     """
     with open(_path(folder, f"{name}.csv"), "w", newline="") as file:
@@ -32,12 +32,12 @@ def write_table(folder: str, name: str, titles: Sequence[str], rows: Iterable[Se
 
 @contextlib.contextmanager
 def table(folder: str | None, name: str, titles: Sequence[str]) -> Iterator[Callable[[Sequence], None]]:
-    """Yields `add(row)`, which writes a row to `<name>.csv` at once: what takes hours may be broken off.
+    """Yields `add(row)`, which writes a row to `<name>.csv` at once, because long benchmarks may be aborted.
 
     Args:
-      folder: As of `write_table`; None to write nothing.
-      name: As there.
-      titles: As there.
+      folder: Folder of the file, as in `write_table`; None to write nothing.
+      name: Name of the file, as in `write_table`.
+      titles: Titles of the columns.
     """
     if folder is None:
         yield lambda row: None

@@ -1,8 +1,8 @@
-"""The experiments `accuracy` and `stragglers` of `benchmark_shat.py`: what workers' weights do to what is learned.
+"""The experiments `accuracy` and `stragglers` of `benchmark_shat.py`: the effect of mixing weights on accuracy.
 
-Time is virtual: a worker's step takes as long as it is told to, and the order of pushes follows from that. So one core
-does for 16 workers, and a slow one costs nothing. The server is that of production (`ServedGroup`, with Keras's
-optimizer), and so is the weight; a worker is its model, and Algorithm 1.
+Time is virtual: steps have given durations, from which the order of pushes follows. So one core is enough for 16
+workers, and a slow worker costs nothing. The server and the mixing weight are those of hop_tf (`ServedGroup`, with
+Keras's optimizer). A worker is its model, and Algorithm 1.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ _NUM_HELD_OUT = flags.DEFINE_integer("num_held_out", 2000, "Of the data, to choo
 _MOMENTUM = flags.DEFINE_float("momentum", 0.0, "Of the server's optimizer.")
 _MIN_MIXING = flags.DEFINE_float("min_mixing", None, "Least weight of shat and shat_root. Default: 1 / n.")
 
-# Workers' steps differ by so much, relatively, from each other and from time to time.
+# Relative differences of steps between workers, and over time.
 _JITTER = 0.1
 _NUM_EVALUATIONS = 8
 _EVALUATION_BATCH = 500
-# A learning rate that reaches so much of what the best one does is stable.
+# A learning rate is stable if it reaches at least this part of the best one's accuracy.
 _STABLE_SHARE = 0.9
 
 
@@ -68,7 +68,7 @@ class _Data(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training: what, and how."""
+    """A training and its settings."""
 
     model: str
     method: str
@@ -80,14 +80,14 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What became of it.
+    """The results of a training.
 
     Attributes:
       case: The training.
-      times: When the server's model was evaluated, in steps of a worker.
-      accuracies: Of the server's model then, on the test data.
-      workers: Mean accuracy of the workers' own models at the end; None where it was not measured.
-      held_out: Accuracy, on data that was held out, of what has `accuracy` on the test data.
+      times: Times at which the server's model was evaluated, in steps of a worker.
+      accuracies: Test accuracies of the server's model at these times.
+      workers: Mean final accuracy of the workers' own models, or None if it was not measured.
+      held_out: Accuracy on held-out data of the model or models that `accuracy` is about.
     """
 
     case: Case
@@ -98,12 +98,12 @@ class Trained:
 
     @property
     def accuracy(self) -> float:
-        """What the method has to show for itself: for training alone there is no model but the workers'."""
+        """The method's final test accuracy: of the server's model, or of the workers' models if they were measured."""
         return self.accuracies[-1] if self.workers is None else self.workers
 
 
 def run_accuracy(folder: str | None) -> None:
-    """Table 2, and Figure 4."""
+    """Runs Table 2, and Figure 4."""
     data, trained = _load(), []
     print(f"\naccuracy, {_about(data)}; mean over {SEEDS.value} seeds [learning rate; largest stable one]")
     print(f"  {'model':10} {'workers':>7} " + " ".join(f"{method:>22}" for method in _METHODS_USED.value))
@@ -144,7 +144,7 @@ def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
 
 
 def _draw_over_time(folder: str, trained: Sequence[Trained]) -> None:
-    """Accuracy of the servers' model over epochs; a figure for each method."""
+    """Draws the accuracy of the servers' model over epochs, a figure for each method."""
     methods = [method for method in _METHODS_USED.value if method != "ensemble"]
     if not methods:
         return
@@ -161,7 +161,7 @@ def _draw_over_time(folder: str, trained: Sequence[Trained]) -> None:
 
 
 def run_stragglers(folder: str | None) -> None:
-    """Figure 5."""
+    """Runs Figure 5."""
     data, trained = _load(), []
     num_workers = _STRAGGLER_WORKERS.value or max(map(int, WORLD_SIZES.value))
     print(f"\none slow worker of {num_workers}, {_about(data)}; accuracy after as many pushes, and the time of these")
@@ -199,7 +199,7 @@ def _draw_stragglers(folder: str, trained: Sequence[Trained]) -> None:
 
 
 def _chosen(trained: Sequence[Trained], model: str, method: str, num_workers: int) -> tuple[Sequence[Trained], float]:
-    """The trainings with the learning rate that is best on the data held out; and the largest rate that is stable."""
+    """Returns the trainings with the best learning rate on held-out data, and the largest stable rate."""
     by_rate: dict[float, list[Trained]] = {}
     for each in trained:
         case = each.case
@@ -251,12 +251,12 @@ def _train(case: Case, data: _Data) -> Trained:
 
 
 def _share_of_rate(progress: float) -> float:
-    """Of the learning rate, when such a share of all pushes is done."""
+    """Returns the factor of the learning rate when the share `progress` of all pushes is done."""
     return 1.0 if _DECAY.value == "none" else (1 + math.cos(math.pi * progress)) / 2
 
 
 def _turns(case: Case) -> Iterator[tuple[float, int]]:
-    """Who pushes next, and when."""
+    """Yields the time of each push and the worker that pushes."""
     generator = np.random.default_rng([case.seed, case.num_workers])
     speeds = 1 + _JITTER * generator.random(case.num_workers)
     speeds[0] *= case.slowdown
@@ -269,7 +269,7 @@ def _turns(case: Case) -> Iterator[tuple[float, int]]:
 
 
 def _batches(part: images.Part, rank: int, case: Case) -> Iterator[images.Part]:
-    """A worker's share of the data of each epoch."""
+    """Yields batches of a worker's share of the data of each epoch."""
     x, y = part
     for epoch in itertools.count():
         order = np.random.default_rng([case.seed, epoch]).permutation(len(x))[rank :: case.num_workers]
@@ -296,7 +296,7 @@ def _settings(case: Case) -> ShatSettings:
 
 @functools.cache
 def _problem(model: str, shape: Sequence[int]) -> _Problem:
-    """Traced once for all trainings."""
+    """Returns the problem of a model, traced once for all trainings."""
     return _Problem(_MODELS[model](shape))
 
 
@@ -311,11 +311,11 @@ class _Problem:
         self._predict = tf.function(self._emit_predict, reduce_retracing=True)
 
     def values_of(self, model: keras.Model) -> np.ndarray:
-        """What a model of that kind has now."""
+        """Returns the present values of a model of that kind."""
         return self._packing.pack([variable.value.read_value() for variable in model.trainable_variables])[0].numpy()
 
     def make_group(self, num_workers: int, initial: np.ndarray) -> ServedGroup:
-        """A server that begins with these values."""
+        """Makes a server that begins with these values."""
         optimizer = serialized_for_server(keras.optimizers.SGD(0.1, momentum=_MOMENTUM.value))
         shard = Shard(self._packing, optimizer, [True] * len(self._packing.specs))
         group = ServedGroup(shard, self._packing, Asynchronous())
@@ -324,11 +324,11 @@ class _Problem:
         return group
 
     def gradient(self, weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Of the mean loss of a batch."""
+        """Returns the gradient of the mean loss of a batch."""
         return self._gradient(tf.constant(weights), x, y).numpy()
 
     def accuracy(self, weights: np.ndarray, test: images.Part) -> float:
-        """On the test data."""
+        """Returns the accuracy on the test data."""
         x, y = test
         parts = range(0, len(x), _EVALUATION_BATCH)
         found = [self._predict(tf.constant(weights), x[i : i + _EVALUATION_BATCH]).numpy() for i in parts]
@@ -347,7 +347,7 @@ class _Problem:
         return tf.argmax(self._call(weights, x, False), axis=-1)
 
 
-# Models, in the small. Groups take the place of batches in normalization: there are no moving statistics.
+# Small versions of models. They normalize over groups instead of batches: there are no moving statistics.
 
 
 def _residual(shape: Sequence[int]) -> keras.Model:

@@ -1,8 +1,8 @@
 """The experiment `rates` of `benchmark_shat.py`: the learning rate and momentum that synchronous training stands.
 
-Time is virtual, as in `shat_accuracy.py`: the server and the weight are those of production, and a worker is its model,
-its Keras optimizer, and Algorithm 1. Each batch is divided among the workers, as `fit` does, so that all trainings see
-equally many images.
+Time is virtual, as in `shat_accuracy.py`: the server and the mixing weight are those of hop_tf. A worker is its model,
+its Keras optimizer, and Algorithm 1. Each batch is divided among the workers, as in `fit`, so that all trainings see
+the same number of images.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Training:
         return float(np.mean(np.argmax(self._logits(tf.constant(answer), x, False), axis=1) == y.ravel()))
 
     def _push(self, rank: int, worker: _Worker, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """A step of a worker; returns the server's model after it."""
+        """Makes a step of a worker; returns the server's model after the step."""
         before = worker.weights
         gradient = self._gradient(tf.constant(before), x, y).numpy()
         local = worker.step(gradient)
@@ -120,16 +120,16 @@ class _Training:
         return model
 
     def _batches(self, part: images.Part, rank: int, num_epochs: int) -> Iterator[images.Part]:
-        """A worker's rows of each batch."""
+        """Yields a worker's rows of each batch."""
         size = _GLOBAL_BATCH.value
-        for epoch in range(num_epochs + 1):  # Who is faster than the others is in the next one at the end.
+        for epoch in range(num_epochs + 1):  # In the end a fast worker is in a further epoch.
             order = np.random.default_rng([self._seed, epoch]).permutation(len(part[0]))
             for start in range(0, len(order) - size + 1, size):
                 rows = np.array_split(order[start : start + size], self._num_workers)[rank]
                 yield part[0][rows], part[1][rows]
 
     def _turns(self) -> Iterator[int]:
-        """Who pushes next."""
+        """Yields the worker that pushes next."""
         generator = np.random.default_rng([self._seed, self._num_workers])
         queue = [(1 + _JITTER * generator.normal(), rank) for rank in range(self._num_workers)]
         heapq.heapify(queue)
@@ -154,7 +154,7 @@ class _Worker:
     Attributes:
       weights: The model.
       optimizer: The optimizer.
-      number: Of its last push.
+      number: Number of the last push.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, initial: np.ndarray):
@@ -164,7 +164,7 @@ class _Worker:
         self._apply = tf.function(lambda gradient: optimizer.apply([gradient], [self._variable]))
 
     def step(self, gradient: np.ndarray) -> np.ndarray:
-        """What the optimizer makes of the weights."""
+        """Applies the optimizer to the weights; returns the new weights."""
         self._variable.assign(self.weights)
         self._apply(tf.constant(gradient))
         return self._variable.numpy()

@@ -21,7 +21,7 @@ _SPEC.loader.exec_module(harness)
 
 BLOCK_SIZE = 512
 ROUNDS = 5
-QUEUE_SECONDS = 0.02  # How long the device is busy before what is measured or checked.
+QUEUE_SECONDS = 0.02  # Time for which the device is busy before a measurement or check.
 _PORTABLE = 1  # cudaHostRegisterPortable: all contexts see the memory as page-locked.
 
 _registered: list[torch.Tensor] = []  # Memory must not be unmapped while it is page-locked.
@@ -101,7 +101,7 @@ def median(measure: Callable[[], float], rounds: int = ROUNDS) -> float:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Returns the seconds that a call takes."""
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin

@@ -26,19 +26,19 @@ from support import MEMBERS, NUM_RANKS
 _NUM_INPUTS, _NUM_OUTPUTS = 64, 32
 _NUM_LAYERS = 20
 _SHORT, _LONG = 20, 60  # Steps.
-_OWN_THREADS = "hop_tf (?!rank)"  # Those of the test have the names of ranks.
+_OWN_THREADS = "hop_tf (?!rank)"  # The test's own threads have the names of ranks.
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of a step, at one rank.
+    """The cost of a step at one rank.
 
     Attributes:
-      messages: Sent, to the one peer or to the server.
-      num_bytes: Sent. The trained variables have 8,320.
-      calls: Of Python functions, on threads of hop_tf: those of a server included.
-      operations: Of the traced step, beside plain Keras's.
-      threads: Of hop_tf.
+      messages: Number of messages sent to the one peer or to the server.
+      num_bytes: Number of bytes sent. The trained variables have 8,320.
+      calls: Number of calls of Python functions on threads of hop_tf, those of a server included.
+      operations: Number of operations of the traced step in addition to plain Keras's.
+      threads: Number of threads of hop_tf.
     """
 
     messages: float

@@ -69,13 +69,13 @@ def _skip(items: list[pytest.Item], name: str, reason: str) -> None:
 
 
 def _left_out(cases: list[pytest.Item], after: int = 0, but: int = 0) -> list[pytest.Item]:
-    """The cases behind the first `after`; or all `but` so many, which differ by test: each strategy's turn comes."""
+    """Returns the cases after the first `after`; or all except `but` cases, which differ by test, so all get a turn."""
     first = zlib.crc32(cases[0].originalname.encode()) % len(cases) if but else 0
     return (cases[first:] + cases[:first])[after + but :]
 
 
 def _number(item: pytest.Item) -> int:
-    """Which case of a parameterized test it is: they are collected in the order of their names, 10 before 2."""
+    """Returns the number of a parameterized test's case: pytest collects cases by name, 10 before 2."""
     digits = item.name[len(item.name.rstrip("0123456789")) :]
     return int(digits or 0)
 
@@ -123,7 +123,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 def _write_schedules(terminalreporter, by_file: dict[str, list[tuple[int, int, bool]]]) -> None:
-    """How many schedules each file ran, how many of them never ended, and how many tests found a result wrong."""
+    """Writes a table of schedules per file: run, never ended, and the number of tests that found a wrong result."""
     terminalreporter.section("schedules on the virtual clock")
     width = max(map(len, by_file))
     terminalreporter.line(f"{'file':<{width}}{'schedules':>11}{'hangs':>7}{'failed tests':>14}")
@@ -134,7 +134,7 @@ def _write_schedules(terminalreporter, by_file: dict[str, list[tuple[int, int, b
 
 
 def _write_faults(terminalreporter, by_kind: dict[str, list[dict]]) -> None:
-    """What was seen of each kind, how long ranks stood still, and when one that came back went on."""
+    """Writes a table of faults per kind: failures, how long ranks stood still, and when restarted ranks made a step."""
     terminalreporter.section("random faults")
     counts = ("hangs", "wrong", "leaks")
     header = "".join(f"{name:>7}" for name in ("cases", *counts))

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 def mounted_disk(
     path: str, *, num_bytes: int = 65536, num_inodes: int | None = None, is_read_only: bool = False
 ) -> Iterator[None]:
-    """Has a disk of its own at the folder `path`; skips the test where this process may not mount one.
+    """Mounts a disk at the folder `path`; skips the test if this process may not mount one.
 
     Args:
       path: The folder.
-      num_bytes: What fits on the disk, in whole pages.
-      num_inodes: How many files and folders fit on it, with the uppermost one; None for enough.
-      is_read_only: Whether nobody can write to it.
+      num_bytes: Capacity of the disk, in whole pages.
+      num_inodes: Number of files and folders that fit on the disk, with the uppermost folder; None for enough.
+      is_read_only: True if the disk is read-only.
     """
     options = [f"size={num_bytes}", *([f"nr_inodes={num_inodes}"] if num_inodes else [])]
     options.append("ro" if is_read_only else "rw")
@@ -35,7 +35,7 @@ def mounted_disk(
 
 
 def fill(path: str) -> str:
-    """Makes the disk at the folder `path` full; returns the file that takes the room."""
+    """Fills the disk at the folder `path`; returns the file that takes the space."""
     name = os.path.join(path, "fills_the_disk")
     with contextlib.suppress(OSError), open(name, "wb", buffering=0) as file:
         while True:

@@ -29,15 +29,15 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 def _anchors(page):
-    """What GitHub and the site make of headings."""
+    """Returns the anchors that GitHub and the site derive from a page's headings."""
     headings = _HEADING.findall(page.read_text())
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _exists(name):
-    """Whether `hop_tf.a.b` can be imported, or reached by attributes from what can."""
+    """True if `hop_tf.a.b` is a module that can be imported, or an attribute of one."""
     if name.startswith(("hop_tf.tools.ray", "hop_tf.integrations.ray")) and not _HAS_RAY:
-        return True  # It is seen where that is installed.
+        return True  # Runs with Ray check the name.
     first, *rest = name.split(".")[1:]
     found = hop_tf
     for number, part in enumerate([first, *rest]):

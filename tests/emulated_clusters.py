@@ -17,7 +17,7 @@ from hop_tf.topology import resolve
 _FIRST_TIME = 1.7e9
 _JITTER = 0.1
 _PIPE_SGD, _DTS, _HOP = "PipeSGDStrategy", "DTSStrategy", "HopStrategy"
-# What hides nothing, and what hides a message behind one step's computing.
+# Settings that hide no communication, and settings that hide a message behind one step's computing.
 _OPEN = (
     (_PIPE_SGD, {"pipeline_width": 1}),
     (_PIPE_SGD, {"pipeline_width": 1, "algorithm": "ring"}),
@@ -29,7 +29,7 @@ _HIDING = (
     (_PIPE_SGD, {"pipeline_width": 2, "codec": "int8"}),
     (_HOP, {"topology": "ring"}),
 )
-# Links that are late hold nobody up: DTS has long delays, and in a directed graph, who is behind a link runs behind.
+# Late links delay no rank: DTS has long delays, and in a directed graph, the rank behind a slow link falls behind.
 _PATIENT = (
     (_HOP, {"topology": "exponential"}),
     (_DTS, {"delay": 4, "interval": 2}),
@@ -38,22 +38,22 @@ _PATIENT = (
 
 @dataclasses.dataclass(kw_only=True)
 class EmulatedCluster:
-    """A job. Seconds and bytes.
+    """A job. Times are seconds, sizes are bytes.
 
     Attributes:
-      seed: Of the noise.
-      strategy: Name of the strategy; "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
-      settings: Its arguments.
+      seed: Seed of the noise.
+      strategy: Name of the strategy: "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
+      settings: Arguments of the strategy.
       world_size: Number of ranks.
-      num_values: Values of float32 that are exchanged.
-      compute: How long computing takes in the mean, by rank.
-      input: How long a rank waits for its batch.
-      callbacks: How long its callbacks take.
-      now_and_then: By rank, how often a step computes longer, and how many times as long.
-      latency: One way, array [n, n].
-      rate: Bytes per second of a link, array [n, n].
+      num_values: Number of float32 values that are exchanged.
+      compute: Mean computing time of a step, by rank.
+      input: Time for which a rank waits for its batch, by rank.
+      callbacks: Time of callbacks, by rank.
+      now_and_then: By rank, the probability that a step computes longer, and the factor for such a step.
+      latency: One-way latencies, array [n, n].
+      rate: Bytes per second of links, array [n, n].
       card: Bytes per second of all that a rank sends, array [n]; None: links are independent.
-      num_steps: Steps of each rank.
+      num_steps: Number of steps of each rank.
     """
 
     seed: int
@@ -72,14 +72,14 @@ class EmulatedCluster:
 
     @classmethod
     def draw(cls, seed, *, hides=None, shares_cards=False, wire_share=(0.01, 0.04), latency_share=(0.002, 0.01)):
-        """A cluster without a fault.
+        """Returns a random cluster without a fault.
 
         Args:
-          seed: Of all that is drawn.
-          hides: Whether communication hides behind computing. Default: either.
-          shares_cards: Whether what a rank sends at the same time shares its card. Together it takes as long.
-          wire_share: What part of a step's computing its messages, one after the other, take for their bytes.
-          latency_share: What part of it they take for the latencies of links.
+          seed: Seed of all random choices.
+          hides: True if communication hides behind computing. Default: either.
+          shares_cards: True if simultaneous messages of a rank share its card. Together they take as long as without.
+          wire_share: Range of the time for the bytes of a step's messages, sent in turn, as a part of its computing.
+          latency_share: Range of the time for the latencies of links, as a part of a step's computing.
         """
         generator = np.random.default_rng([seed, 1])
         choices = {None: _OPEN + _HIDING + _PATIENT, False: _OPEN, True: _HIDING}[hides]
@@ -113,11 +113,11 @@ class EmulatedCluster:
 
     @property
     def num_at_once(self):
-        """To how many others a rank sends at the same time."""
+        """Number of other ranks to which a rank sends at the same time."""
         return 1 if self.settings.get("algorithm") == "ring" else len(self.receivers(0))
 
     def receivers(self, rank):
-        """To which ones a rank sends."""
+        """Returns the ranks to which a rank sends."""
         if self.settings.get("algorithm") == "ring":
             return [(rank + 1) % self.world_size]
         if self.strategy == _HOP:
@@ -128,7 +128,7 @@ class EmulatedCluster:
         """Trains, and writes records if there is a directory; returns the seconds of a step.
 
         Args:
-          log_dir: Where records go; None: nowhere.
+          log_dir: Directory of the records, or None to write none.
           change: A `hop_tf.tools.diagnosis.Change`. Default: none.
         """
         recorders = []
@@ -145,8 +145,8 @@ class EmulatedCluster:
                 **about,
             )
             recorders.append(recorder)
-            # Who has made its steps trains on until all have. Of the steps that simulations pass over, readers of the
-            # records pass over three themselves.
+            # A rank that has made its steps trains on until all have. Of the steps that simulations leave out, readers
+            # of the records leave out three themselves.
             steps = range(first - 3, first + self.num_steps + 1)
             recorder.records = lambda step: (step < 0 or step in steps) and Recorder.records(recorder, step)
             return recorder
@@ -185,19 +185,19 @@ class EmulatedCluster:
 
 
 def draw(kind, seed):
-    """A cluster with a fault.
+    """Returns a random cluster with a fault.
 
     Args:
       kind: "slow", "now and then", "bandwidth", "latency", "input", "callbacks", or "nothing".
-      seed: Of all that is drawn.
+      seed: Seed of all random choices.
 
     Returns:
-      The cluster; the kind, place, and always or now and then, that are to be named, None where there are none; and the
-      same cluster without the fault.
+      The cluster; the kind, place, and always or now and then, that a diagnosis must name, or None; and the same
+      cluster without the fault.
     """
     generator = np.random.default_rng([seed, 3])
     hides = bool(generator.integers(2)) if kind in ("bandwidth", "latency") else None
-    # A tenth of what hides has to be more than computing hides; else it is no fault.
+    # With a tenth of the bandwidth, communication must take longer than computing hides. Otherwise there is no fault.
     shares = {}
     if kind == "bandwidth":
         shares = {"wire_share": (0.2, 0.35) if hides else (0.02, 0.05)}

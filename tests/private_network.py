@@ -10,13 +10,13 @@ import time
 import psutil
 
 _DEADLINE_SECONDS = 60.0
-# What is started by this ends with the one who has started it.
+# A command behind this prefix ends with the process that has started it.
 BOUND = ("setpriv", "--pdeathsig", "KILL")
 _KINDS = ("--net", "--mount", "--uts")
 
 
 def reason_to_skip(*programs):
-    """Why there can be no such network here, or which of these programs is missing; an empty text if all is well."""
+    """Returns the reason why this machine cannot make such a network, or lacks a program; an empty text if it can."""
     missing = [name for name in (*programs, "unshare", "nsenter", "setpriv", "ip") if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
@@ -30,11 +30,11 @@ class PrivateNetwork:
     """Linux namespaces with one network interface, which has all addresses. They end with this process.
 
     Args:
-      directory: Where programs run that are started in it, and where its table of names is.
+      directory: Working directory of programs in the network, and directory of its table of names.
       addresses: The address of each name.
 
     Attributes:
-      inside: What starts a command there: words to put before it.
+      inside: Words to put before a command that runs in the network.
     """
 
     def __init__(self, directory, addresses):
@@ -52,7 +52,7 @@ class PrivateNetwork:
             raise
 
     def close(self):
-        """Ends it. What still runs there keeps its part of it."""
+        """Ends the network. Programs that still run there keep their part of it."""
         self._first.kill()
         self._first.wait()
 

@@ -1,4 +1,4 @@
-"""What tests of SHAT's workers and servers without training share: both in the threads of this process."""
+"""SHAT's workers and servers in the threads of this process, for tests without training."""
 
 import contextlib
 import dataclasses
@@ -76,7 +76,7 @@ class ShatWorker:
         self.exchange = ShatExchange(context, settings)
 
     def push(self, step, value, rate=RATE, is_applied=True):
-        """Pushes a constant gradient; returns the servers' model, and the weight of each."""
+        """Pushes a constant gradient; returns the servers' model, and the mixing weight of each server."""
         buckets = self.packing.zeros()
         buckets[0][:NUM_VALUES] = value
         bucket, where = self.packing.place(len(self.packing.specs) - 1)
@@ -92,10 +92,10 @@ class ShatThreads(contextlib.ExitStack):
       num_workers: Number of workers.
       num_servers: Number of servers.
       transport: Class of the transports.
-      settings: Of each worker. Default: `SETTINGS`.
+      settings: A list with the settings of each worker. Default: `SETTINGS` for all.
       options: Deadlines. Default: `OPTIONS`.
-      snapshots: Of the servers: a `SnapshotOptions`, or None.
-      worker_arguments: Of `ShatWorker`.
+      snapshots: A `SnapshotOptions` for the servers, or None.
+      worker_arguments: Further arguments of `ShatWorker`.
     """
 
     def __init__(
@@ -145,15 +145,15 @@ class ShatThreads(contextlib.ExitStack):
         )
 
     def restart_server(self, index, snapshots=None):
-        """Another process takes the place of a server; returns which workers go on.
+        """Replaces a server as if its process were restarted; returns for each worker if it goes on.
 
         Args:
-          index: The server's.
-          snapshots: The new one's options. Default: as those of the former one.
+          index: The server's index.
+          snapshots: Options of the new server. Default: those of the former one.
         """
         self._snapshots = snapshots or self._snapshots
         former = self.servers[index]
-        former._send = lambda *args, **kwargs: None  # Nothing comes of what it still does.
+        former._send = lambda *args, **kwargs: None  # The former server no longer has any effect.
         if former._snapshots is not None:
             with former._snapshots._writing:
                 former._snapshots._write = former._send
@@ -161,7 +161,7 @@ class ShatThreads(contextlib.ExitStack):
         return [worker.exchange.goes_on_with(self._num_workers + index) for worker in self.workers]
 
     def run(self, body):
-        """Calls `body(rank, worker)` for each worker on a thread of its own; raises what one of them raises."""
+        """Calls `body(rank, worker)` for each worker on a thread of its own; raises the first error of a thread."""
         failures = []
 
         def call(rank, worker):

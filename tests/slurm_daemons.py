@@ -55,12 +55,12 @@ _PROCESSES = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-
 
 
 def reason_to_skip():
-    """Why there can be no cluster here; an empty text if there can."""
+    """Returns the reason why this machine cannot run a cluster; an empty text if it can."""
     return private_network.reason_to_skip(*_PROGRAMS) or _reason_without_devices()
 
 
 def _reason_without_devices():
-    """As within the sandbox of a build system."""
+    """Returns the reason why device files cannot be made, as in the sandbox of a build system; or an empty text."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             _make_device(os.path.join(directory, "device"))
@@ -74,12 +74,12 @@ def _make_device(path):
 
 
 class SlurmCluster:
-    """A controller and two nodes, in a network, with names and processes that nothing else sees.
+    """A controller and two nodes in a network of their own, with names and processes that are hidden from all others.
 
-    When it is closed, and when this process is killed, the kernel ends all that was started there.
+    When the cluster is closed, and when this process is killed, the kernel ends all processes of the cluster.
 
     Args:
-      directory: Where its files are. They are the caller's to remove.
+      directory: Directory of the cluster's files, which the caller removes.
     """
 
     def __init__(self, directory):
@@ -98,7 +98,7 @@ class SlurmCluster:
             raise
 
     def run(self, *command, **variables):
-        """What a command prints that is run on the controller; it must succeed."""
+        """Runs a command on the controller, which must succeed; returns its output."""
         completed = subprocess.run(
             [*self._network.inside, *command],
             capture_output=True,
@@ -124,7 +124,7 @@ class SlurmCluster:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node):
-        """Ends all processes of a node at once, and says so to the controller: else it would wait for SlurmdTimeout."""
+        """Ends all processes of a node at once, and tells the controller. Otherwise it would wait for SlurmdTimeout."""
         _end(self._daemons.pop(node))
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 

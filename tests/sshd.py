@@ -54,10 +54,10 @@ class Sshd:
 
     @staticmethod
     def missing():
-        """What it takes and is not there; empty if all is."""
+        """Returns a text that names a missing requirement, or an empty text if nothing is missing."""
         if not (shutil.which("sshd") or os.path.exists("/usr/sbin/sshd")) or not shutil.which("ssh"):
             return "sshd or ssh is not installed (Debian: openssh-server)"
-        # A sandbox such as Bazel's forbids what sshd does for each login.
+        # A sandbox such as Bazel's forbids sshd to change groups at each login.
         return "sshd may not change groups here" if "deny" in pathlib.Path("/proc/self/setgroups").read_text() else ""
 
     @property

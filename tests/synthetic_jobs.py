@@ -21,21 +21,24 @@ _FIRST_TIME = 1.7e9
 
 @dataclasses.dataclass(kw_only=True)
 class SyntheticJob:
-    """What ranks do. Seconds and bytes.
+    """Writes the records of a job that never ran. Times are seconds, sizes are bytes.
 
     Attributes:
-      seed: Of what is drawn.
-      num_ranks: How many.
-      num_steps: How many each makes.
-      compute: How long computing takes, by rank; it varies by 5 %.
-      input: How long a rank waits for its batch.
-      callbacks: What lies between its steps.
-      now_and_then: By rank, how often a step computes longer, and how many times as long.
-      latency: Of a link, one way; by its ends where it is another one.
-      rate: Of a link, bytes per second; likewise.
-      num_bytes: Of an update.
-      num_values: What ranks say of the variables.
-      restarts: By rank, the step before which its process ends, and another one goes on.
+      seed: Seed of random variations.
+      num_ranks: Number of ranks.
+      num_steps: Number of steps of each rank.
+      compute: Computing time of a step, by rank. Random variations span 5 %.
+      input: Time for which a rank waits for its batch, by rank.
+      callbacks: Time between two steps, by rank.
+      now_and_then: By rank, the probability that a step computes longer, and the factor for such a step.
+      latency: One-way latency, by the link's two ends, of links that are not usual.
+      rate: Bytes per second, by the link's two ends, of links that are not usual.
+      num_bytes: Size of an update.
+      num_values: Number of values that ranks record for their variables, or 0 to record none.
+      restarts: By rank, the step before which its process ends and another process takes over.
+      usual_compute: Computing time of other ranks.
+      usual_latency: Latency of other links.
+      usual_rate: Rate of other links.
     """
 
     seed: int
@@ -55,7 +58,7 @@ class SyntheticJob:
     usual_rate: float = 200e6
 
     def write(self, log_dir):
-        """Writes the records; returns how long a step takes in the mean."""
+        """Writes the records; returns the mean time of a step."""
         ranks = range(self.num_ranks)
         recorders = [self._start(log_dir, rank, _FIRST_TIME) for rank in ranks]
         generator = np.random.default_rng(self.seed)
@@ -71,7 +74,7 @@ class SyntheticJob:
         return (begins[0] - _FIRST_TIME) / self.num_steps
 
     def _start(self, log_dir, rank, now):
-        """A rank's process begins."""
+        """Makes the recorder of a rank's process that starts."""
         about = {"number": rank, "num_ranks": self.num_ranks, "num_servers": 0, "strategy": "S"}
         recorder = make_recorder(pathlib.Path(log_dir) / f"rank_{rank}", now=lambda: now, **about)
         recorder.session = 1

@@ -15,7 +15,7 @@ _NO_DEVICE = mock.patch.object(gpu_with_torch.harness, "Device", side_effect=Run
 
 
 def _ending(*endings):
-    """Stands for processes that run so many parts, and then end so."""
+    """Patches the processes: each ending is the number of parts that one runs, and the text about its end."""
     remaining = list(endings)
 
     def run(command, deadline):

@@ -49,7 +49,7 @@ def _top_k(values, count):
 
 
 def _decode_sparse(data, num_values):
-    """What data of `Sparse(values="truncate16")` stand for, read as it documents them; None if nothing."""
+    """Returns the values in data of `Sparse(values="truncate16")`, read as documented; None if the data are invalid."""
 
     def integers(start, num_bytes, count):
         parts = [data[start + i * num_bytes :][:num_bytes] for i in range(count)]
@@ -284,7 +284,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(self.decode(codec, data, values.size), decoded)
 
     def test_sparse_leaves_zeros_alone(self):
-        """What is added to is touched where a value was sent only: nan stays elsewhere."""
+        """Only the accumulator's values at the sent places change: nan stays elsewhere."""
         values = np.zeros(1000, np.float32)
         values[[0, 7, 999]] = 1, 2, 3
         total = np.full(1000, np.nan, np.float32)
@@ -343,7 +343,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(codec.selected().at_step(step), selected, "the shares agree")
 
     def test_dense(self):
-        """What encodes all values has the error feedback, where it needs it."""
+        """The dense codec keeps the error feedback, if its values are lossy."""
         self.assertEqual(codecs.TopK(error_feedback=True).dense, codecs.Identity())
         self.assertEqual(codecs.TopK(values="int8", error_feedback=True).dense, codecs.Int8(error_feedback=True))
         self.assertEqual(codecs.TopK(values="int8").selected().dense, codecs.Int8())
@@ -419,7 +419,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
                 residual[where] = corrected - self.decode(codec, data, corrected.size)
 
     def test_error_feedback_of_a_mean_fits_its_terms(self):
-        """What a mean over four has lost is four times as much of the sum, whoever adds it next."""
+        """Error feedback keeps the error of the sum: four times the error of a mean over four."""
         codec, where = codecs.Truncate16(), slice(0, 5000)
         feedback, values = codecs.ErrorFeedback(codec, 5000), _gradients()
         data, lost = feedback.try_encode(values, where, self.pool, scale=0.25)

@@ -36,7 +36,7 @@ _SPARSE = {
     "top_k of int8": codecs.TopK(ratio=0.05, values="int8"),
     "top_k with feedback": codecs.TopK(ratio=0.05, error_feedback=True),
 }
-# What is selected already, in most vectors.
+# A codec for vectors in most of which the values are already selected.
 _SELECTION = {"selection": codecs.Sparse(ratio=0.05)}
 # Algorithms and codecs for what all have in common.
 _KINDS = (("mesh", None), ("ring", None), ("mesh", "top_k"), ("ring", "top_k with feedback"))
@@ -49,10 +49,10 @@ class Job:
     """Ranks that average vectors step by step.
 
     Attributes:
-      means: means[rank, step]: what a rank has got.
-      sent_steps: In how many steps a rank has taken part.
-      errors: What has ended a rank's job, as the loss of another one.
-      num_events_of_start: How many events there were until all ranks had begun.
+      means: means[rank, step]: the mean that a rank has got.
+      sent_steps: By rank, the number of steps in which it has taken part.
+      errors: By rank, the error that has ended its job, such as the loss of another rank.
+      num_events_of_start: Number of events until all ranks had begun.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Job:
         self.errors = {}
         self._algorithm = algorithm
         self._codec = codec or codecs.Identity(dtype=dtype)
-        # Where all vectors are sparse, nobody waits for anybody else's mean.
+        # If all vectors are sparse, no rank waits for another rank's mean.
         of_ranks = codecs.Identity(dtype=np.float64)
         self._codec_of_ranks = codecs.TopK(ratio=0.3, values=of_ranks) if isinstance(codec, codecs.Sparse) else of_ranks
         self._size = size
@@ -136,11 +136,11 @@ class Job:
 
 
 class SparseReference:
-    """What a sparse all-reduce computes, in NumPy: largest values, sums in the order of ranks, and error feedback.
+    """A sparse all-reduce in NumPy: largest values, sums in the order of ranks, and error feedback.
 
     Args:
       job: The job.
-      codec: A `TopK` whose values travel as they are, or something else, with which nothing is left out.
+      codec: A `TopK` with uncompressed values, or a codec that sends all values.
     """
 
     def __init__(self, job, codec):
@@ -149,7 +149,7 @@ class SparseReference:
         self._lost = {}
 
     def mean(self, ranks, step):
-        """Of the next step, which only these ranks have a part in."""
+        """Returns the mean of the next step, in which only these ranks take part."""
         if not isinstance(self._codec, codecs.TopK):
             return self._job.expected(ranks, step)
         codec = self._codec.at_step(step)
@@ -377,7 +377,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(job.means[rank, 0][0], job.means[0, 0][0])
 
     def test_sparse_mean_of_a_selection(self):
-        """What `TopK.selected` sends is what was selected: the result is that of `TopK`."""
+        """`TopK.selected` sends the values that the caller has selected: means and bytes equal those of `TopK`."""
         codec = codecs.TopK(ratio=0.05)
         jobs = [Job(3, codec=each) for each in (codec, codec.selected())]
         values = jobs[1].values
@@ -418,12 +418,12 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         (codecs.Sparse(), 1),
     )
     def test_goes_sparse(self, codec, most_ranks):
-        """Up to so many ranks; with more of them a mean of whole vectors is less to send."""
+        """Up to `most_ranks` ranks exchange sparse vectors. With more ranks, whole vectors take fewer bytes."""
         self.assertEqual([goes_sparse(codec, n) for n in (most_ranks, most_ranks + 1, 1000)], [True, False, False])
 
     @parameterized.parameters(*itertools.product(ALGORITHMS, (0.05, 0.1, 0.5)))
     def test_traffic_of_sparse_vectors(self, algorithm, ratio):
-        """Each rank sends n - 1 times what it has selected, or whole vectors in pieces where that is less."""
+        """Each rank sends its selected values n - 1 times, or whole vectors in pieces if that takes fewer bytes."""
         size, codec = 1 << 17, codecs.TopK(ratio=ratio)
         job = Job(4, algorithm=algorithm, size=size, codec=codec)
         job.run(lambda rank: 1)
@@ -448,7 +448,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*ALGORITHMS)
     def test_error_feedback_of_more_than_was_selected(self, algorithm):
-        """What int8 takes off sparse vectors is sent with later ones, those too that one rank makes whole ones."""
+        """Later vectors carry the rounding errors of int8, also in steps in which one rank's vector is dense."""
         errors = []
         for error_feedback in (False, True):
             codec = codecs.Sparse(ratio=0.05, values="int8", error_feedback=error_feedback)

@@ -32,32 +32,32 @@ _KINDS = {
     "sparse with feedback": ("mesh", codecs.TopK(ratio=0.05, error_feedback=True)),
 }
 _NUM_PARTS = 8
-_STRIDE = 1 if IS_STRESS else 4  # Of the events of a part, `make test` tries so many fewer.
+_STRIDE = 1 if IS_STRESS else 4  # `make test` tries every fourth event of a part.
 
 
 class Job:
-    """Ranks that average two vectors step by step, and go on without those that are lost.
+    """Ranks that average two vectors step by step, and go on without lost ranks.
 
     Args:
-      kind: Of `_KINDS`.
-      seed: Of the durations of messages and of what is computed between steps.
-      num_steps: Of each rank.
-      link_seconds: Of a message, where it is not drawn; see `VirtualCluster`.
+      kind: Key of `_KINDS`.
+      seed: Seed of the durations of messages, and of computations between steps.
+      num_steps: Number of steps of each rank.
+      link_seconds: Travel time of a message, see `VirtualCluster`. Default: random.
 
     Attributes:
-      means: means[rank, step]: what a rank has got.
-      errors: What has ended a rank's job.
+      means: means[rank, step]: the means that a rank has got.
+      errors: By rank, the error that has ended its job.
       dead: Ranks that were killed.
       interrupted: Ranks that were to leave.
-      settled_at: When a rank could end.
-      num_events_of_start: How many events there were until all ranks had begun.
+      settled_at: By rank, the time at which it could end.
+      num_events_of_start: Number of events until all ranks had begun.
     """
 
     def __init__(self, kind, *, seed=0, num_steps=(_NUM_STEPS,) * _NUM_RANKS, link_seconds=None):
         random = np.random.default_rng(seed)
         self.cluster = VirtualCluster(
             _NUM_RANKS,
-            # Now and then one is on its way for longer than it takes until all know of a loss.
+            # Some messages are in flight for longer than ranks need to hear of a loss.
             link_seconds
             or (lambda sender, receiver, num_bytes: random.exponential(0.03 if random.random() < 0.1 else 0.001)),
             continue_without_lost=True,
@@ -99,14 +99,14 @@ class Job:
                 )
                 self.means[rank, step] = [mean.copy() for mean in means]
                 for mean in means:
-                    mean.fill(np.nan)  # A caller may write to what it gets.
+                    mean.fill(np.nan)  # A caller may write to the means.
                 sent = step + 1
         except Interrupted:
             pass
         except HopError as error:
             self.errors[rank] = error
         membership.leave(sent_rounds={_GROUP: sent}, reason="")
-        # Its process ends, as of a script that does nothing more.
+        # The process ends, as at the end of a script.
         reduction.settle(_LIMIT_SECONDS)
         self.settled_at[rank] = self.cluster.scheduler.now
         membership.flush(_LIMIT_SECONDS)
@@ -115,7 +115,7 @@ class Job:
         reduction.close()
         self.cluster.close(rank)
 
-    # What goes wrong.
+    # Faults.
 
     def before_event(self, number, act, *arguments):
         self.cluster.scheduler.call_before_event(number, functools.partial(act, *arguments))
@@ -130,7 +130,7 @@ class Job:
             self.interrupted.add(rank)
             self.cluster.memberships[rank].interrupt()
 
-    # What came of it.
+    # Results.
 
     def num_made(self, rank):
         return len([step for each, step in self.means if each == rank])
@@ -142,14 +142,14 @@ def _values(rank, step):
 
 @functools.cache
 def _events(kind, **arguments):
-    """The events between the start of all ranks and the end."""
+    """Returns the events between the start of all ranks and the end."""
     job = Job(kind, **arguments).run()
     return range(job.num_events_of_start, job.cluster.scheduler.num_events)
 
 
 @functools.cache
 def _means_where_they_end(kind, num_steps):
-    """What comes of it where ranks leave of themselves, at the ends of steps."""
+    """Returns the means of a job in which each rank leaves by itself, after its number of steps."""
     return Job(kind, num_steps=num_steps).run().means
 
 
@@ -159,10 +159,10 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
         self.enter_context(logging_disabled())
 
     def check(self, kind, job, num_steps=(_NUM_STEPS,) * _NUM_RANKS):
-        """All that are left have made all steps, as if the others had left of themselves at the end of some step.
+        """Checks that the remaining ranks made all steps, as if each other one had left by itself after some step.
 
         Returns:
-          How many steps each has had a part in.
+          The number of steps in which each rank took part.
         """
         self.assertEmpty(job.errors)
         gone = sorted(job.dead | job.interrupted)
@@ -190,7 +190,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=2)
     def test_goes_on_without_a_rank_that_is_killed(self, kind, part):
-        """At any event: what it has sent last reaches all, nobody, or one of the others."""
+        """A rank is killed at any event. Its last messages reach all, none, or one of the others."""
         num_steps = set()
         for number, event in enumerate(_events(kind, seed=part)[part % 4 :: 4 * _STRIDE]):
             rank, turn = number % _NUM_RANKS, number % 3
@@ -237,7 +237,7 @@ class EndedStepsTest(tf.test.TestCase, parameterized.TestCase):
                 self.check(kind, job.run(), num_steps)
 
     def test_ends_over_long_links(self):
-        """Where an answer takes longer than a rank waits until it asks again."""
+        """A rank can leave early, although an answer takes longer than the interval at which the rank asks again."""
         job = Job("mesh", num_steps=(1, 30, 30, 30), link_seconds=lambda sender, receiver, num_bytes: 0.7).run()
         self.assertEmpty(job.errors)
         self.assertLess(job.settled_at[0], job.settled_at[1] / 2)  # It need not wait until the others leave.

@@ -22,20 +22,20 @@ _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How an example is started, and what its ranks must show.
+    """The start of an example, and the results that its ranks must have.
 
     Attributes:
-      arguments: Of the program.
+      arguments: The program's arguments.
       num_workers: Number of ranks.
       num_ps: Number of parameter servers.
-      environment: Variables of the processes.
-      loss: What must fall: its name in the history.
-      metric: What must be good in the end.
-      above: How good it must be, at least.
-      below: How good it must be, at most.
-      is_equal: Whether what is trained is equal on all ranks in the end, to the bit.
-      saves: A file that rank 0 leaves, and no other rank.
-      prints: What rank 0 must print, as a regular expression.
+      environment: Environment variables of the processes.
+      loss: Name in the history of the loss that must fall.
+      metric: Name in the history of the metric whose last value is bounded.
+      above: Lower bound of the metric.
+      below: Upper bound of the metric.
+      is_equal: True if all ranks must end with the same trainable variables, to the bit.
+      saves: A file that only rank 0 leaves.
+      prints: A regular expression that the output of rank 0 must match.
     """
 
     arguments: tuple[str, ...] = ("--synthetic", "--epochs=2")
@@ -87,14 +87,14 @@ _CASES = {
         ("--epochs=2",),
         num_workers=4,
         environment={"HOP_TF_INTERFACES": "127.0.0.1,127.0.0.2"},
-        loss="val_loss",  # A rank that passes over an epoch has no loss of it.
+        loss="val_loss",  # A rank that skips an epoch has no loss of it.
         prints="bytes_sent_on_lane_2",
     ),
 }
 
 
 def _run(path, arguments, folder):
-    """What a rank's program has come to. A server's program ends within."""
+    """Runs the program and returns a rank's result. On a parameter server the process ends inside the program."""
     os.chdir(tempfile.mkdtemp(dir=folder))  # Where it saves.
     sys.argv[:] = [path, *arguments]
     names = runpy.run_path(path, run_name="__main__")

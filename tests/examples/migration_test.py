@@ -1,4 +1,4 @@
-"""What the pages in docs/migration/ say: a known tutorial runs with one other line, and the pages' programs train."""
+"""Tests the pages in docs/migration/: a known tutorial runs with one line changed, and the pages' programs train."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ _NUM_STEPS = 3 * 16  # Of each of the programs.
 
 
 def _run(programs, arguments=()):
-    """What each of these programs has come to. They are run one after the other."""
+    """Runs the programs one after the other and returns their results."""
     return [_run_program(program, arguments) for program in programs]
 
 

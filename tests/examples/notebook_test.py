@@ -20,7 +20,7 @@ _WRITE, _COMMAND = "%%writefile ", "!"
 
 
 def _run_cells(cells, folder):
-    """What each cell has printed."""
+    """Runs the cells and returns the output of each."""
     os.chdir(folder)
     names, outputs = {}, []
     for cell in cells:

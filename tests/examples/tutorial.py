@@ -43,12 +43,12 @@ def build_and_compile_cnn_model():
 
 
 def is_chief(task_type, task_id):
-    """Whether a task is the one whose files are kept."""
+    """True if the task is the one whose files are kept."""
     return task_type == "chief" or (task_type == "worker" and task_id == 0)
 
 
 def write_path(path, task_type, task_id):
-    """Where a task saves: the chief at `path`, the others at a place that they remove afterwards."""
+    """Returns the path at which a task saves: `path` for the chief, a temporary path for the others."""
     folder, name = os.path.split(path)
     if not is_chief(task_type, task_id):
         folder = os.path.join(folder, f"worker_{task_id}")

@@ -1,4 +1,4 @@
-"""What may happen to a rank in a job of processes, and how a test brings it about."""
+"""Faults of a rank in a job of processes, and functions that cause them."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ TIMEOUT_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One thing that may happen to a rank.
+    """The effects of one fault of a rank.
 
     Attributes:
-      loses: Whether the others lose the rank.
-      exit_code: How its process ends.
-      raises: Whether its `fit` raises HopError, whatever the strategy.
+      loses: True if the other ranks lose the rank.
+      exit_code: Exit code of the rank's process.
+      raises: True if the rank's `fit` raises HopError under every strategy.
     """
 
     loses: bool
@@ -35,43 +35,43 @@ class Kind:
 
 KINDS = {
     "kill": Kind(loses=True, exit_code=-signal.SIGKILL),
-    "restart": Kind(loses=True),  # It is killed, and started again.
+    "restart": Kind(loses=True),  # The rank is killed, and restarted.
     "freeze": Kind(loses=True, exit_code=-signal.SIGKILL),  # Until the others have ended.
     "exception": Kind(loses=True, exit_code=1),
     "exit": Kind(loses=True, exit_code=3),
     "cut": Kind(loses=True, raises=True),  # All its links, in both directions.
-    "deaf": Kind(loses=True, raises=True),  # Nothing reaches it any more.
-    "dumb": Kind(loses=True, raises=True),  # Nothing comes from it any more.
+    "deaf": Kind(loses=True, raises=True),  # The rank no longer receives.
+    "dumb": Kind(loses=True, raises=True),  # The rank's messages no longer arrive.
     "pause": Kind(loses=False),  # It is frozen for less than the timeout.
     "stall": Kind(loses=False),  # As "cut", for less than the timeout.
-    "garbage": Kind(loses=False),  # Strangers send it to its port.
-    "strangers": Kind(loses=False),  # They connect to it, and say nothing.
-    "credentials": Kind(loses=False),  # A stranger says that it is another rank, with another token.
-    "disk": Kind(loses=False),  # It cannot write to its files any more.
+    "garbage": Kind(loses=False),  # Strangers send random bytes to the rank's port.
+    "strangers": Kind(loses=False),  # Strangers connect and send nothing.
+    "credentials": Kind(loses=False),  # A stranger claims to be another rank, with a wrong token.
+    "disk": Kind(loses=False),  # The rank can no longer write to its files.
 }
-# What happens to the links of a rank, with the direction.
+# Faults of a rank's links, with the direction.
 LINKS = {"cut": "both", "deaf": "to", "dumb": "from", "stall": "both"}
-# What a rank does to itself.
+# Faults that a rank causes itself.
 _OWN = ("exception", "exit", "disk")
 _SHORT_SECONDS = TIMEOUT_SECONDS / 3
 _CONNECT_SECONDS = 60.0
 
 
 def happen_within(kind):
-    """What the rank does to itself."""
+    """Causes a fault of the calling rank."""
     match kind:
         case "exception":
             raise MemoryError("on purpose")
         case "exit":
             raise SystemExit(3)
         case "disk":
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # To write is an error instead.
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # Writing raises an error instead.
             _limit_files(0)
 
 
 @contextlib.contextmanager
 def files_again():
-    """In the end a process can write to its files again: its result is in one."""
+    """Lets the process write to files again in the end, because it writes its result to one."""
     try:
         yield
     finally:
@@ -83,10 +83,10 @@ def _limit_files(num_bytes):
 
 
 def happen(kind, victim, runner, proxy, rng):
-    """Brings it about from outside.
+    """Causes a fault from outside.
 
     Returns:
-      When that began, of `time.monotonic`; None where the rank does it to itself.
+      The time of `time.monotonic` at which the fault began, or None if the rank causes the fault itself.
     """
     if kind in _OWN:
         return None
@@ -126,7 +126,7 @@ def _send(address, data, num_connections):
 
 
 def _impersonate(addresses, victim):
-    """Knocks at the victim's door as another rank, with another token, until it is turned away."""
+    """Connects to the victim as another rank, with a wrong token, until the victim refuses."""
     options = CommunicationOptions(cluster_token=f"not {TOKEN}")
     claimed = (victim + 1) % len(addresses)
     with contextlib.closing(GrpcTransport(claimed, addresses, identity={}, options=options)) as stranger:
@@ -138,17 +138,17 @@ def _impersonate(addresses, victim):
 
 
 class FailingLinks:
-    """Links between the processes of a job, which can fail: a proxy carries all that they send to each other.
+    """Links between the processes of a job, which can fail because a proxy carries all messages.
 
     Args:
-      directory: Where processes find what each other's addresses are.
+      directory: Directory of the file in which the test tells processes the proxy's addresses.
     """
 
     def __init__(self, directory):
         self._path = os.path.join(directory, "addresses")
 
     def resolver(self):
-        """In a process: the cluster, where others are reached through the proxy. Blocks until there is one."""
+        """In a process: returns the cluster, with the proxy's addresses for peers. Blocks until the proxy is there."""
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         tasks = resolver.cluster_spec().as_dict()
         print(
@@ -169,7 +169,7 @@ class FailingLinks:
         return resolver
 
     def connect(self, runner, proxy):
-        """In the test: tells the processes of `runner` where `proxy` carries what they send."""
+        """In the test: tells the processes of `runner` the addresses of `proxy`."""
         addresses = json.loads(runner.wait_for_output(0, "^addresses (.*)$").group(1))
         ports = [int(address.rpartition(":")[2]) for address in addresses]
         seen_from = [

@@ -68,20 +68,20 @@ _OF_OTHER_TESTS = (
     "disk",
 )
 _KINDS = sorted(KINDS, key=lambda kind: kind in _OF_OTHER_TESTS)
-# Where a rank that was started again joins the others.
+# Strategies whose restarted ranks join the others.
 _LET_JOIN = ("hop_tolerant", "canary", "shat", "pipe_sgd_continue", "dts_continue", "canary_synchronous_continue")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """What happens.
+    """A fault in a job.
 
     Attributes:
-      name: The strategy's, in `_MEMBERS`.
+      name: Name of the strategy, in `_MEMBERS`.
       kind: One of `KINDS`.
-      victim: To which rank.
-      step: When the victim has made so many steps.
-      delay: How many seconds later.
+      victim: The rank that has the fault.
+      step: Number of steps that the victim has made before.
+      delay: Seconds from that step to the fault, unless the victim causes the fault itself.
     """
 
     name: str
@@ -108,7 +108,7 @@ class _Case:
 
 
 class _Progress(keras.callbacks.Callback):
-    """Says which step was made and when; raises or exits where that is what happens."""
+    """Prints the number and time of each step. On the victim, also causes the faults that a rank causes itself."""
 
     def __init__(self, strategy, case):
         super().__init__()
@@ -124,7 +124,7 @@ class _Progress(keras.callbacks.Callback):
 
 
 def _train(case, directory):
-    """What `fit` raised, how many steps were made, the loss, the weights, and what is left after all is closed."""
+    """Returns the error of `fit`, the number of steps, the loss, the weights, and all that remains after shutdown."""
     case = _Case(**case)
     options = hop_tf.CommunicationOptions(
         timeout_seconds=TIMEOUT_SECONDS,
@@ -153,7 +153,7 @@ def _train(case, directory):
 
 
 def _left():
-    """Threads and sockets of hop_tf, which end soon after `shutdown`."""
+    """Returns the threads and sockets of hop_tf that have not ended soon after `shutdown`."""
     deadline = time.monotonic() + _LEFT_SECONDS
     while True:
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("hop_tf")]
@@ -196,7 +196,7 @@ class RandomFaultsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(any(left.values()), msg=left)
 
     def _run(self, case):
-        """What became of the workers, and when it happened."""
+        """Returns the results of the workers, and the time of the fault."""
         member = _MEMBERS[case.name]
         directory = self.enter_context(tempfile.TemporaryDirectory())
         proxy = self.enter_context(network.Proxy(_NUM_RANKS + member.num_ps))
@@ -247,7 +247,7 @@ class RandomFaultsTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(value["weights"][0], values[0]["weights"][0])
 
     def _note_times(self, case, results, disturbed_at):
-        """How long it took until another rank had noticed, or went on; and until one that came back made a step."""
+        """Notes how long another rank stood still, and when a restarted rank made its first step."""
         other = results[(case.victim + 1) % _NUM_RANKS].output
         moments = [at for at in _moments(other, f"(?:{_STEP}|ended)") if at > disturbed_at]
         gaps = np.diff([disturbed_at, *sorted(moments)])

@@ -75,7 +75,7 @@ def _undisturbed():
 
 
 def _write_half(folder, contents):
-    """What a process that dies in the middle leaves."""
+    """Writes the part of a file that a process leaves if it dies while writing."""
     (folder / "latest.weights.h5").write_bytes(contents["latest.weights.h5"][:100])
     raise _StopsError
 

@@ -1,4 +1,4 @@
-"""Tests of what callbacks hear in a rank that was started again."""
+"""Tests of calls of callbacks in a restarted rank."""
 
 import keras
 from absl.testing import absltest
@@ -7,7 +7,7 @@ from hop_tf.keras_hook.catching_up import not_called_while_behind
 
 
 class _Hooks:
-    """Behind for so many batches."""
+    """Hooks of a rank that is behind for the first `num_batches` batches."""
 
     def __init__(self, num_batches):
         self.num_batches_left = num_batches
@@ -20,7 +20,7 @@ class _Hooks:
 
 
 def _heard(hooks, make_callbacks, num_epochs=3, num_batches=4):
-    """What a callback hears of a `fit` that is played to it."""
+    """Returns the calls of a callback's methods in an emulated `fit`."""
     heard = []
     names = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
     callback = keras.callbacks.LambdaCallback(

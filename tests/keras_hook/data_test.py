@@ -1,4 +1,4 @@
-"""How ranks share a global batch."""
+"""Tests of the slices of a global batch that ranks train on."""
 
 import re
 
@@ -48,7 +48,7 @@ class SliceGlobalBatchesTest(tf.test.TestCase, parameterized.TestCase):
         lambda x: x, lambda x: (x,), lambda x: ((x, x),), lambda x: {"a": x}, lambda x: ({"a": x},), lambda x: (x, x)
     )
     def test_a_batch_keeps_its_structure(self, structured):
-        """Else the second of two inputs in a tuple of one would become the label."""
+        """Otherwise the second of two inputs in a tuple of one would become the label."""
         dataset = tf.data.Dataset.from_tensors(structured(np.arange(4)))
         sliced = slice_global_batches(dataset, 0, 2)
         tf.nest.assert_same_structure(sliced.element_spec, dataset.element_spec)

@@ -25,7 +25,7 @@ class Keras2Test(parameterized.TestCase):
 
     @parameterized.parameters(_update, functools.partial(_update, factor=2.0))
     def test_an_update_from_its_module_is_refused(self, update):
-        """What its optimizers do, of either kind."""
+        """Optimizers of Keras 2 call `merge_call` with such a function, or with a partial of one."""
         function = getattr(update, "func", update)
         module, function.__module__ = function.__module__, "tf_keras.src.optimizers.optimizer"
         self.addCleanup(setattr, function, "__module__", module)

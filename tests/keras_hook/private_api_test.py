@@ -107,7 +107,7 @@ class PrivateApiTest(tf.test.TestCase):
         self.assertLen(trainable_variables, 1)
 
     def test_updates_go_through_the_optimizers_own_assignments(self):
-        """What an update in place would have to copy first is written to new memory instead, with the same result."""
+        """`out_of_place` writes updates to new memory instead of copying the old values first, with the same result."""
         for make_optimizer in (
             lambda: keras.optimizers.SGD(0.5),
             lambda: keras.optimizers.SGD(0.5, momentum=0.9, nesterov=True),
@@ -335,7 +335,7 @@ def _is_optimizer(kind):
 
 
 class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
-    """What `slots_of` and `serialized_for_server` know of optimizers."""
+    """Tests of `slots_of`, `serialized_for_server` and other knowledge of Keras's optimizers."""
 
     @parameterized.parameters(sorted(_OPTIMIZERS))
     def test_slots_are_all_variables_that_tell_of_former_updates(self, name):

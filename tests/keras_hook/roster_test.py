@@ -1,4 +1,4 @@
-"""Which rows a rank takes, whichever ranks share a batch."""
+"""Tests of the rows that a rank takes, for any set of ranks that share a batch."""
 
 import itertools
 
@@ -145,7 +145,7 @@ class OwnRowsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ReadAheadTest(tf.test.TestCase, parameterized.TestCase):
-    """Where ranks go by their own knowledge, the step costs nothing more."""
+    """If each rank decides by its own knowledge, tf.data slices batches and the step takes them as they are."""
 
     def _sharded(self, roster, dataset, slices_in_step=False):
         data = _sharding(roster, 1, slices_in_step)
@@ -164,7 +164,7 @@ class ReadAheadTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(None, [[1, 2, 1, 4]])
     def test_a_change_counts_for_what_is_not_read_ahead(self, shares):
-        """What is read ahead is a few batches. Those that are sliced just then have the old or the new slice."""
+        """Only the few batches that are read ahead keep the old slice. Those sliced during the change have either."""
         roster = _roster(1, shares)
         _, part = self._sharded(roster, tf.data.Dataset.range(8 * 1000).batch(8))
         iterator = iter(part)

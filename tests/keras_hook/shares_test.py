@@ -1,4 +1,4 @@
-"""How a global batch is divided in proportion to shares."""
+"""Tests of dividing a global batch in proportion to shares."""
 
 import fractions
 
@@ -44,7 +44,7 @@ class BatchSharesTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertGreaterEqual(end - start, 1)
                 exact = fractions.Fraction(num_rows * share, sum(shares))
                 self.assertLess(abs(end - start - exact), len(shares))
-                if num_rows * min(shares) >= sum(shares):  # Nobody is given a row that was another's.
+                if num_rows * min(shares) >= sum(shares):  # No rank gets another rank's row.
                     self.assertLess(abs(end - start - exact), 1)
 
     @parameterized.parameters(2, 8)

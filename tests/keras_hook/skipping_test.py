@@ -53,7 +53,7 @@ class SessionTest(tf.test.TestCase):
 
 
 class _Rows(keras.metrics.Metric):
-    """How many rows were seen: an integer."""
+    """The number of rows, as an integer."""
 
     def __init__(self):
         super().__init__(name="rows", dtype="int32")
@@ -104,7 +104,7 @@ class RefusedTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_steps_of_train_on_batch(self, make_strategy, fits_before):
-        """They would be passed over in silence."""
+        """Otherwise such steps would be skipped silently."""
 
         def train(strategy):
             with strategy.scope():

@@ -7,7 +7,7 @@ from hop_tf.keras_hook.variables import made_beside_the_trace
 
 class MadeBesideTheTraceTest(tf.test.TestCase):
     def _calls(self, lifted, scope):
-        """How often a function is traced that makes a variable, and what the variable is after two calls."""
+        """Returns how often TensorFlow traces a function that makes a variable. Checks the values of two calls."""
         variables, traces = [], []
 
         @tf.function

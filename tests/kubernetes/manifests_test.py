@@ -36,7 +36,7 @@ def _problems(manifest):
 
 
 def _messages(errors):
-    """What is wrong and where, down to the parts that fit none of several schemas."""
+    """Yields a line for each error and its place, down to the parts that fit none of several schemas."""
     for error in errors:
         yield f"{'.'.join(map(str, error.absolute_path))}: {error.message}"
         yield from _messages(error.context)
@@ -71,7 +71,7 @@ class SchemasTest(parameterized.TestCase):
 
 
 class ClusterTest(parameterized.TestCase):
-    """What the pods of each manifest read from their environment is where they are."""
+    """Tests that the pods of each manifest read their own addresses from the environment."""
 
     def clusters(self, name):
         """The pods of a manifest, each with the cluster that its program reads."""

@@ -78,7 +78,7 @@ class PodsTest(absltest.TestCase):
             time.sleep(1)
 
     def outputs(self, processes):
-        """What programs have printed, which all succeed."""
+        """Returns the output of each program, all of which must succeed."""
         printed = [process.communicate(timeout=_SECONDS)[0] for process in processes]
         for process, text in zip(processes, printed, strict=True):
             self.assertEqual(process.returncode, 0, text)

@@ -348,7 +348,7 @@ class SessionTest(tf.test.TestCase):
             membership.check()
 
     def test_a_newcomer_is_admitted_when_its_process_is_met(self):
-        """What is sent to it before would be dropped with what was for the process before it."""
+        """Messages sent earlier would be dropped together with those for the former process."""
         cluster = VirtualCluster(3, continue_without_lost=True)
         membership, news = cluster.memberships[0], []
         membership.session = 1
@@ -385,7 +385,7 @@ class SessionTest(tf.test.TestCase):
         self.assertTrue(membership.departure(peer).lost)
 
     def test_two_newcomers(self):
-        """One that knows of the other one when it joins owes it no welcome; else it hears of it, and sends one."""
+        """A newcomer that knew the other when it joined owes it no welcome. Otherwise it sends one after the news."""
         for incarnations, welcomed in (({1: 1}, {2}), ({}, set())):
             membership = VirtualCluster(3, continue_without_lost=True).memberships[1]
             membership.session = membership.incarnation = 1
@@ -612,7 +612,7 @@ class _FullTransport(_FakeTransport):
 
 
 class SendTest(tf.test.TestCase):
-    """What ends the blocking of a rank whose messages a peer does not take."""
+    """Tests of the events that end a blocking send to a peer that does not take messages."""
 
     def _send(
         self,
@@ -640,7 +640,7 @@ class SendTest(tf.test.TestCase):
             self._leave(rank=1)(membership, transport)
             membership.leave(sent_rounds={}, reason="")
         try:
-            if newcomer:  # Its former process is known to be lost: that must not keep the state from it.
+            if newcomer:  # The loss of the former process must not keep the state from the newcomer.
                 self._leave(rank=1, lost=True, final=True)(membership, transport)
                 membership.send_to_newcomer(1, "state", b"")
             else:
@@ -694,7 +694,7 @@ class SendTest(tf.test.TestCase):
             self._send(all_have_left=True, continues=False, on_block=end)
 
     def test_the_end_of_the_job(self):
-        with self.assertLogs("absl", "ERROR") as logs:  # Nobody may be waiting who raises it.
+        with self.assertLogs("absl", "ERROR") as logs:  # Perhaps no thread waits and raises the error.
             membership = self._send(on_block=self._leave(rank=2, abort=True, reason="a mismatch"))
         self.assertIn("PeerLostError: rank 0: training ended because rank 2 gave up: a mismatch", logs.output[0])
         with self.assertRaisesRegex(errors.PeerLostError, "rank 2 gave up: a mismatch"):

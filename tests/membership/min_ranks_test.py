@@ -18,10 +18,15 @@ _OPTIONS = CommunicationOptions(timeout_seconds=10, progress_timeout_seconds=100
 
 
 def _train(sides, min_ranks, leaves=(), one_way=False, lost_at=None, **settings):
-    """What each rank's waiting for all others raises.
+    """Returns the error of each rank, or None, when every rank waits for all others.
 
-    The sides are cut from each other at `_CUT_AT`. One way: nothing reaches the later ones from the earlier ones. The
-    settings are further ones of the cluster. `lost_at` gets, by rank, when it has noticed the first loss.
+    Args:
+      sides: Groups of ranks, which are cut from each other at `_CUT_AT`.
+      min_ranks: The cluster's setting.
+      leaves: Ranks that fail by themselves instead of waiting.
+      one_way: True if only messages from earlier to later sides are lost.
+      lost_at: Gets, by rank, the time at which the rank noticed the first loss.
+      **settings: Further settings of the cluster.
     """
     world_size = sum(map(len, sides))
     cluster = VirtualCluster(

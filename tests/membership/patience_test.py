@@ -11,7 +11,7 @@ from hop_tf.transport.base import PeerStatus
 
 
 class _Questions:
-    """Each was asked so many seconds ago, and has no answer."""
+    """Questions that each rank was asked `seconds` ago, without an answer."""
 
     def __init__(self, seconds):
         self.seconds = seconds

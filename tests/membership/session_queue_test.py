@@ -1,4 +1,4 @@
-"""Which messages a queue of one session takes."""
+"""Tests of the messages that a queue of one session takes."""
 
 from absl.testing import absltest
 

@@ -1,4 +1,4 @@
-"""Which ranks are found to be silent, on the virtual clock."""
+"""Tests of detecting silent ranks, on the virtual clock."""
 
 from unittest import mock
 
@@ -66,7 +66,7 @@ class SilenceTest(tf.test.TestCase):
         self._run(body)
 
     def test_a_rank_that_has_died_is_waited_for(self):
-        """Or nobody would tell that it is lost."""
+        """Otherwise no rank would report the loss."""
 
         def body():
             self.cluster.scheduler.sleep(2.0)

@@ -68,7 +68,7 @@ def _patterns(values):
 
 
 def _cells(patterns):
-    """What the sketch tells apart: for each value its cell; for each cell its pattern, width and members."""
+    """Returns the sketch's cells: for each value its cell; for each cell its pattern, width and number of members."""
     bins = patterns >> 16
     members = np.bincount(bins, minlength=1 << 16)
     refined = members > max(1, patterns.size // 500)

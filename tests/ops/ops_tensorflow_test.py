@@ -155,7 +155,7 @@ class ResultsTest(_OperationsTestCase):
 
 
 class MemoryTest(_OperationsTestCase):
-    """The accumulator's memory takes the sum, but only where nobody else needs it."""
+    """The accumulator's memory takes the sum, but only if no other operation needs it."""
 
     def _accumulate(self, accumulator):
         return self.operations.hop_tf_int8_accumulate(codes=_MULTIPLES, scales=_SCALES, accumulator=accumulator)

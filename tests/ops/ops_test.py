@@ -541,7 +541,7 @@ _UNFIT = (
 
 @parameterized.named_parameters(("native", lambda call: call), ("fallback", _without_native))
 class AccumulateTest(_OpsTestCase):
-    """What adds decoded values to an array in place, beside `int8_accumulate`."""
+    """Tests of the functions that add decoded values to an array in place, except `int8_accumulate`."""
 
     def _check(self, add, decoded):
         """`add` adds `decoded` to an accumulator, wherever that lies."""

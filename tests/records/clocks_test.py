@@ -1,4 +1,4 @@
-"""How times of several clocks become times of one."""
+"""Tests of converting the times of several clocks to those of one."""
 
 import math
 
@@ -18,14 +18,14 @@ class ClocksTest(absltest.TestCase):
             self.assertLessEqual(abs(offset_of(15.0 + there, 10.2, 0.2) - 5.0), 0.1 + 1e-9)
 
     def test_one_clock_needs_no_samples(self):
-        clocks = Clocks({0: "a", 1: "a"}, {(0, 1): [Sample(0.0, 3.0, 0.1)]})  # What a heartbeat has told is worse.
+        clocks = Clocks({0: "a", 1: "a"}, {(0, 1): [Sample(0.0, 3.0, 0.1)]})  # A heartbeat's estimate is worse.
         np.testing.assert_array_equal(clocks.align(1, np.array([7.0])), [7.0])
         self.assertEqual(clocks.errors, {"a": 0.0})
 
     def test_the_shortest_round_trips_count(self):
         samples = [Sample(10.0, 5.0, 0.1), Sample(20.0, 9.0, 0.9), Sample(30.0, 5.2, 0.11)]
         clocks = Clocks({0: "a", 1: "b"}, {(0, 1): samples})
-        # 5.1 s is what b is ahead at a's 20.
+        # At a's 20 s, b is 5.1 s ahead.
         np.testing.assert_allclose(clocks.align(1, np.array([25.1])), [20.0], atol=0.02)
         self.assertAlmostEqual(clocks.errors["b"], 0.05)
 

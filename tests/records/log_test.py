@@ -1,4 +1,4 @@
-"""How files are read again: which jobs, on which clock, and which end of a message belongs to which."""
+"""Tests of reading recorded files: jobs, clocks, and both ends of messages."""
 
 import pathlib
 import tempfile
@@ -49,7 +49,7 @@ class LogTest(absltest.TestCase):
         )
 
     def test_processes_of_a_rank_are_joined(self):
-        """Rank 1 is started again twice. Each process numbers its names anew."""
+        """Rank 1 is restarted twice. Each process numbers its names anew."""
         other, now = self.make(0), time.time()
         for number, names in enumerate((["a", "b"], ["b", "c"], ["c", "a"])):
             made = self.make(1)
@@ -71,7 +71,7 @@ class LogTest(absltest.TestCase):
         self.assertLen(process.starts, 3)
 
     def test_a_rank_that_was_started_again_on_another_machine(self):
-        """The clock of rank 1's first machine is 1000 s behind rank 0's, and that of the second one 500 s."""
+        """The clock of rank 1's first machine is 1000 s behind rank 0's. The second machine's clock is 500 s behind."""
         now, made = time.time(), []
         for rank, clock, ahead in ((0, "a", 0.0), (1, "b", -1000.0), (1, "c", -500.0)):
             with mock.patch.object(recorder, "_describe_process", lambda _, c=clock, s=ahead: _about(c, now + s)):
@@ -86,7 +86,7 @@ class LogTest(absltest.TestCase):
         np.testing.assert_allclose(begins, [0.0, 1000.0, 500.0], atol=0.02)
 
     def test_a_message_that_was_sent_again(self):
-        """The connection broke when the first one was under way; the number was used by another process before."""
+        """The connection broke while the first message was in flight. An earlier process had used the number before."""
         sender, receiver = self.make(0), self.make(1)
         now = time.time()
         message = {"lane": 1, "name": "queue", "num_bytes": 10, "number": 1}

@@ -1,4 +1,4 @@
-"""What a recorder writes, how much of it, and what it does when it cannot."""
+"""Tests of a recorder's files: their contents, their sizes, and errors of the disk."""
 
 import contextlib
 import json
@@ -206,7 +206,7 @@ class RecorderTest(parameterized.TestCase):
         self.assertLess(made._num_pending() + len(made._buffer), 3 * 10)
 
     def test_a_disk_that_hangs_for_a_while_has_all_of_it(self):
-        """What belongs to a session that has ended meanwhile is written as that."""
+        """Events of a session that has ended meanwhile keep that session."""
         hangs, opened, write = threading.Event(), threading.Event(), recorder.Recorder._write_bytes
 
         def write_later(made, *data):
@@ -284,10 +284,10 @@ class RecorderTest(parameterized.TestCase):
 
 
 class SizeTest(absltest.TestCase):
-    """How large files become: `docs/see.md` promises it."""
+    """Tests the sizes of files that `docs/see.md` promises."""
 
     def test_a_million_steps(self):
-        """8 messages out and in, 8 waits and 4 other events in each step that is recorded."""
+        """Each recorded step has 8 messages sent, 8 received, 8 waits and 4 other events."""
         directory = self.enter_context(tempfile.TemporaryDirectory())
         made = make_recorder(pathlib.Path(directory) / "rank_0", **_ABOUT)
         self.addCleanup(made.close)

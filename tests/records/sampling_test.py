@@ -1,4 +1,4 @@
-"""Which steps are recorded."""
+"""Tests of the choice of steps that are recorded."""
 
 from absl.testing import absltest, parameterized
 

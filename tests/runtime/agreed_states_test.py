@@ -1,4 +1,4 @@
-"""Sums of which ranks miss agreements, are lost, or join: expected is what all have added."""
+"""Tests that sums hold all that ranks have added, when ranks miss agreements, are lost, or join."""
 
 import threading
 from concurrent import futures
@@ -31,7 +31,7 @@ class _Rank:
         self._states.begin_here()
 
     def assign(self, value):
-        """Where no step runs: what was added before is counted."""
+        """Assigns between two steps: earlier additions count before."""
         self._states.count_own()
         self.variable.assign(value)
         self._states.begin_anew()
@@ -42,7 +42,7 @@ class _Rank:
 
 
 def _agree(*ranks):
-    """These agree, the others do not take part; returns their values, and how many rounds that took."""
+    """Lets these ranks agree without the others; returns their values and the number of rounds."""
     barrier, told, num_rounds = threading.Barrier(len(ranks), timeout=30), {}, [0] * len(ranks)
 
     def run(index):
@@ -123,7 +123,7 @@ class SumsTest(parameterized.TestCase):
         self.assertEqual(_agree(first.assign(1).add(1), second.assign(1).add(2))[0], [4, 4])
 
     def test_different_assignments(self):
-        """Of one generation, that of the lower rank counts; a newer generation counts before an older one."""
+        """The newest generation of assignments counts, and in one generation that of the lowest rank."""
         first, second, third = ranks = [_Rank(rank) for rank in range(3)]
         first.assign(100).add(1), second.assign(200).add(2), third.assign(100).add(4)
         with self.assertLogs(level="WARNING") as logs:
@@ -145,7 +145,7 @@ class SumsTest(parameterized.TestCase):
         self.assertEqual(_agree(first, lost)[0], [12, 12])
         newcomer = _Rank(2, 0, joins=True)
         newcomer.take_over(second)
-        newcomer.add(7).assign(0).add(5)  # What it adds is counted since its own callback has assigned.
+        newcomer.add(7).assign(0).add(5)  # Its additions count since its own callback's assignment.
         with self.assertNoLogs(level="WARNING"):
             self.assertEqual(_agree(first, second, newcomer), ([18] * 3, 2))
         self.assertEqual(_agree(first, second, newcomer), ([18] * 3, 1))

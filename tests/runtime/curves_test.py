@@ -1,4 +1,4 @@
-"""The points that reports become: rates by their closed form, and names and descriptions of all curves."""
+"""Tests of the points of reports: rates by their closed form, and names and descriptions of all curves."""
 
 from absl.testing import absltest, parameterized
 
@@ -21,7 +21,7 @@ class CurvesTest(parameterized.TestCase):
         self.curves = Curves()
 
     def points(self, steps, **counters):
-        """The points of the next report."""
+        """Returns the points of the next report."""
         return _values(self.curves.points(_report(steps, **counters)))
 
     def test_rates_are_increases_per_step(self):
@@ -53,7 +53,7 @@ class CurvesTest(parameterized.TestCase):
         self.assertEqual(values[f"{_TIME}/communicating, hidden"], 0.0)
 
     def test_without_times_nothing_is_said_of_the_whole_or_the_hidden(self):
-        """As with `run_eagerly`: all waiting would be taken for hidden."""
+        """As with `run_eagerly`. Otherwise all waiting would count as hidden."""
         values = self.points(1, communicate_seconds=1.5)
         self.assertNotIn(f"{_TIME}/all", values)
         self.assertNotIn(f"{_TIME}/communicating, hidden", values)
@@ -101,7 +101,7 @@ class TableTest(absltest.TestCase):
         self.assertIsNone(find_curve("rounds_12"))
 
     def test_knows_what_few_trainings_report(self):
-        """Settings that ranks choose, and servers: `contract_test.py` sees what all others report."""
+        """Checks settings that ranks choose, and servers. `contract_test.py` checks all other reports."""
         choices = (
             "pipeline_width",
             "delay",

@@ -1,4 +1,4 @@
-"""What ranks agree on when an epoch ends: on a virtual clock, in all orders of events, also with lost ranks."""
+"""Tests of agreements at the end of an epoch: on a virtual clock, in all orders of events, also with lost ranks."""
 
 import math
 import struct
@@ -20,11 +20,11 @@ from support import IS_STRESS
 from support.logs import logging_disabled
 
 _STEP = struct.Struct("<q")
-_STRIDE = 1 if IS_STRESS else 5  # `make test` tries so many fewer events.
+_STRIDE = 1 if IS_STRESS else 5  # `make test` tries every fifth event.
 
 
 class _Rank:
-    """A `fit` of one rank. In lock step, a step takes a message of each rank that is there."""
+    """A `fit` of one rank. With `lock_step`, a step waits for a message from every rank that has not left."""
 
     def __init__(self, membership, *, lock_step=True, takes_part=True, pause=lambda: None):
         self._membership = membership
@@ -32,7 +32,7 @@ class _Rank:
         self._pause = pause
         self._begun = -1
         self.num_steps = 0
-        self.epochs = []  # Of each: the loss that callbacks see, and the steps made by then.
+        self.epochs = []  # Per epoch, the loss that callbacks see, and the number of steps made by then.
         self.model = types.SimpleNamespace(stop_training=False)
         self._received = {}
         self._steps = SessionQueue(membership, "steps", membership.session)
@@ -54,7 +54,14 @@ class _Rank:
         self._received.setdefault(message.sender, set()).add(_STEP.unpack(message.header)[0])
 
     def fit(self, lengths, *, knows_length=True, stops_after=(), stops_at_end=()):
-        """Makes epochs of these lengths; a callback stops after the steps `stops_after`, or at the ends of epochs."""
+        """Makes epochs of these lengths.
+
+        Args:
+          lengths: Number of steps of each epoch.
+          knows_length: True if the number of steps is known before data end.
+          stops_after: Steps after which a callback stops the training.
+          stops_at_end: Epochs at whose ends a callback stops the training.
+        """
         self.ends.begin_fit(agrees=True, in_lock_step=self._lock_step)
         self.ends.begin_training(self.model)
         for epoch, length in enumerate(lengths):
@@ -108,10 +115,10 @@ class _Job:
     """Ranks that train on a virtual clock.
 
     Args:
-      body: `body(fit, rank)` is what a rank does.
-      num_ranks: How many there are.
-      seed: Of how long messages and callbacks take. None: they take no time.
-      **settings: Of `_Rank`.
+      body: Each rank calls `body(fit, rank)`.
+      num_ranks: Number of ranks.
+      seed: Seed of the random times of messages and callbacks. None: messages and callbacks take no time.
+      **settings: Arguments of `_Rank`.
     """
 
     def __init__(self, body, num_ranks, seed=None, **settings):
@@ -142,7 +149,7 @@ class _Job:
         return self
 
     def epochs(self):
-        """What callbacks have seen on each rank."""
+        """Returns the epochs of each rank, with the losses that callbacks have seen."""
         return [self.fits[rank].epochs for rank in sorted(self.fits)]
 
 
@@ -171,7 +178,7 @@ class MetricsTest(parameterized.TestCase):
 
     @parameterized.product(knows_length=(True, False), lock_step=(True, False))
     def test_ranks_whose_epochs_are_longer_are_not_awaited(self, knows_length, lock_step):
-        """They need the next step of those that have ended theirs. The third epoch of rank 1 ends with another one."""
+        """A rank with longer epochs needs the next step of the others. The last epochs of all ranks end together."""
         for seed in range(5):
             with self.assertLogs(level="WARNING") as logs:
                 job = _Job(
@@ -204,7 +211,7 @@ class MetricsTest(parameterized.TestCase):
             cluster.run(run)
 
     def test_a_rank_is_lost_at_any_moment(self):
-        """The others go on, with its metrics or without."""
+        """The others go on, with the lost rank's metrics or without."""
         num_killed = 0
         undisturbed = _Job(lambda fit, rank: fit.fit([2, 2]), 3, 1).run()
         for event in range(undisturbed.first_event, undisturbed.cluster.scheduler.num_events, _STRIDE):
@@ -231,7 +238,7 @@ class StopTest(parameterized.TestCase):
                 seed,
             ).run()
             (num_steps,) = set(_num_steps(job))
-            # Those that have begun the next step make it.
+            # Ranks that have begun the next step make it.
             self.assertBetween(num_steps, stops_after, stops_after + 1)
             self.assertEqual({epochs[-1] for epochs in job.epochs()}, {(37.0, num_steps)})
 
@@ -261,7 +268,7 @@ class StopTest(parameterized.TestCase):
 
     @parameterized.parameters(True, False)
     def test_where_epochs_are_of_different_lengths(self, knows_length):
-        """Those in the middle of theirs end it early; those at the end of one may have to begin another one."""
+        """Ranks in the middle of an epoch end it early. Ranks at the end of one may have to begin another."""
         for seed in range(20):
             with logging_disabled():
                 job = _Job(
@@ -277,7 +284,7 @@ class StopTest(parameterized.TestCase):
             self.assertBetween(_num_steps(job)[0], 3, 4)
 
     def test_ranks_that_do_not_wait_for_each_other(self):
-        """One that is stopped within an epoch stops alone, and the others do not wait for it."""
+        """A rank that is stopped within an epoch stops alone, and the others do not wait for that rank."""
         for seed in range(5):
             job = _Job(
                 lambda fit, rank: fit.fit([4, 4], stops_after=[6] if rank == 1 else []), 3, seed, lock_step=False
@@ -287,7 +294,7 @@ class StopTest(parameterized.TestCase):
 
     @parameterized.parameters("asks", "is asked")
     def test_a_rank_is_lost_at_any_moment(self, who):
-        """The others stop; after the same step, unless it is lost while they agree."""
+        """The others stop, after the same step unless the rank is lost while they agree."""
 
         def body(fit, rank):
             fit.fit([4, 4], stops_after=[3] if rank == (2 if who == "asks" else 0) else [])
@@ -309,7 +316,7 @@ class StopTest(parameterized.TestCase):
 
     @pytest.mark.slow
     def test_all_orders(self):
-        """Of epochs, of requests, and of those that are lost."""
+        """Random orders of epochs, of requests to stop, and of losses of ranks."""
         for seed in range(1000 if IS_STRESS else 100):
             random = np.random.default_rng(seed)
             num_ranks, alike, knows_length = int(random.integers(2, 5)), *map(bool, random.integers(2, size=2))

@@ -22,7 +22,7 @@ _VALUES = (np.arange(16, dtype=np.float32), np.arange(8, dtype=np.float64) / 3)
 
 
 class FakeExchange(Exchange):
-    """Doubles what it gets, unless told otherwise."""
+    """An exchange that doubles its buckets, unless `behaviors` has something else for a step."""
 
     def __init__(self):
         self.steps = []
@@ -96,7 +96,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         return self.collect(step)
 
     def run_steps_in_one_graph(self, num_steps):
-        """As with `steps_per_execution`; returns the last result."""
+        """Runs steps as with `steps_per_execution`; returns the last result."""
 
         @tf.function
         def run():
@@ -115,7 +115,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(self.exchange.steps, [0, 1, 2])
 
     def test_outcomes_are_of_the_recorded_step_alone(self):
-        """Steps 1056 to 1087 are left out."""
+        """Steps 1056 to 1087 are not recorded."""
         recorder = make_recorder(pathlib.Path(self.enter_context(tempfile.TemporaryDirectory())))
         self.addCleanup(recorder.close)
         self.runner.close()
@@ -130,7 +130,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     def test_a_step_can_begin_again(self):
-        """As in a loop that takes its batch within the step, when the data has ended."""
+        """A loop that takes its batch within the step begins a step again when the data have ended."""
         self.run_step(0)
         self.submit(tf.constant(1, tf.int64))
         for got, value in zip(self.run_step(1), _VALUES, strict=True):
@@ -150,7 +150,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(got, 2 * value)
 
     def test_results_have_static_shapes(self):
-        """What the optimizer assigns must have a known shape."""
+        """The optimizer assigns only values of known shapes."""
         graph = self.collect.get_concrete_function(tf.TensorSpec([], tf.int64))
         shapes = [output.shape.as_list() for output in graph.outputs]
         self.assertEqual(shapes, [[16], [8]])
@@ -172,7 +172,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(self.run_step(1)[0], 2 * _VALUES[0])
 
     def test_after_a_failure_the_scheme_is_asked_for_nothing_more(self):
-        """What it has begun is not finished: it would fail in other ways, and these be told, too."""
+        """The runner does not finish steps in flight, because they would fail and report further errors."""
         error = ValueError("broken")
         self.exchange.behaviors[1] = _raise(error)
         self.run_step(0)
@@ -195,7 +195,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(self.errors)
 
     def test_after_an_interruption_nothing_is_sent_until_the_session_has_ended(self):
-        """Only waiting bounds how far a rank gets ahead: one that waits no more must not go on sending."""
+        """Only waiting bounds how far a rank gets ahead. A rank that no longer waits must stop sending."""
         self.exchange.behaviors[1] = _raise(Interrupted())
         for step in range(4):
             factor = 2 if step == 0 else 0
@@ -224,7 +224,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((5, 5), (Interrupted(), 0), (LeftBehind(), 1))
     def test_who_catches_up_is_answered(self, found, expected):
-        """Also where the exchange gives nothing back for what is interrupted. Left behind, it passes over a step."""
+        """Also if the exchange has no result for interrupted steps. A rank that was left behind skips a step."""
         self.joining.is_to_begin_again = isinstance(found, LeftBehind)
         self.exchange.no_op = lambda outgoing: None
         self.joining.catch_up.side_effect = [found]

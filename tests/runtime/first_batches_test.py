@@ -1,4 +1,4 @@
-"""Whether it is noticed that ranks train on other data."""
+"""Tests that training warns if ranks train on different data."""
 
 import keras
 import numpy as np
@@ -23,7 +23,7 @@ def _shuffled(rank, *, is_alike):
 
 
 def _augmented(rank, *, is_alike):
-    """Random inputs are no matter; without targets they are."""
+    """Inputs differ by rank. The targets are alike with `is_alike`; otherwise there are none."""
     inputs = tf.data.Dataset.from_tensor_slices(_X + rank)
     dataset = tf.data.Dataset.zip(inputs, tf.data.Dataset.from_tensor_slices(_X)) if is_alike else inputs
     return {"x": dataset.batch(_BATCH_SIZE)}

@@ -1,6 +1,6 @@
-"""Ranks in lock step that are killed and started again, on a virtual clock: whenever that is, all have the same means.
+"""Tests of ranks in lock step that are killed and restarted at any time, on a virtual clock: all get the same means.
 
-In each step, a process hands out 1 in a place of its own. So a mean tells who has a part in it.
+In each step, a process contributes 1 in a place of its own. So a mean shows which processes have a part in it.
 """
 
 import functools
@@ -31,7 +31,7 @@ from support.logs import logging_disabled
 _GROUP = "group"
 _NUM_RANKS = 4
 _NUM_STEPS = 16
-_MAX_PROCESSES = 4  # Of a rank.
+_MAX_PROCESSES = 4  # Per rank.
 _DETECTION_SECONDS = 0.002
 _PATIENCE_SECONDS = 0.01
 _LIMIT_SECONDS = 100.0
@@ -51,7 +51,7 @@ _SCHEDULES = {
 
 
 class _InTurn(AveragingExchange):
-    """As those that average gradients: one mean after the other, some steps late."""
+    """An exchange that makes one mean after the other, some steps late, like exchanges of gradients."""
 
     def __init__(self, context, algorithm, schedule):
         admissions = Admissions(context.membership, _GROUP, context.session)
@@ -63,7 +63,7 @@ class _InTurn(AveragingExchange):
 
 
 def _at_the_same_time(context, algorithm, schedule):
-    """As DTS: windows of steps, several at a time."""
+    """Makes DTS's exchange, with several windows of steps at a time."""
     settings = DTSSettings(
         delay=schedule.delay, interval=schedule.interval, codec=codecs.Identity(), algorithm=algorithm
     )
@@ -71,13 +71,13 @@ def _at_the_same_time(context, algorithm, schedule):
 
 
 class _HastyDTSExchange(DTSExchange):
-    """Schedules change all the time."""
+    """DTS's exchange with schedules that change all the time."""
 
     pace = Pace(skipped=0, measured=1, block=1)
 
 
 def _with_choices(context, algorithm, schedule):
-    """As DTS that chooses its schedules."""
+    """Makes an exchange of DTS that chooses its schedules."""
     return _HastyDTSExchange(context, _SETTINGS)
 
 
@@ -85,21 +85,21 @@ class Job:
     """Ranks that average window by window, and merge means some steps late.
 
     Args:
-      make_exchange: Of a rank.
-      algorithm: Of the all-reduce.
-      schedule: When windows end, and are merged.
-      num_steps: Steps of each rank.
-      seed: Of the durations of messages and steps.
-      newcomers_train: The optimizer of processes that were started again.
+      make_exchange: Makes a rank's exchange.
+      algorithm: Algorithm of the all-reduce.
+      schedule: Name in `_SCHEDULES` of the times at which windows end, and are merged.
+      num_steps: Number of steps of each rank.
+      seed: Seed of the durations of messages and steps.
+      newcomers_train: Optimizer of restarted processes.
       has_patience: True if ranks that are stopped are left behind, and join again.
 
     Attributes:
-      means: means[rank, incarnation][window]: what a process has got.
-      ended: By rank and incarnation, what a process that has made all steps has merged.
-      num_windows: How many windows such a process has made.
-      widths: Those that processes had.
-      first_steps: By rank and incarnation, the step that a process has begun with.
-      errors: What has ended processes that were started again: they came too late, or disagree.
+      means: means[rank, incarnation][window]: the mean that a process has got.
+      ended: By rank and incarnation, the sum of merged means of a process that has made all steps.
+      num_windows: Number of windows of such a process.
+      widths: All pipeline widths that processes had.
+      first_steps: By rank and incarnation, the first window of a process.
+      errors: Errors that have ended restarted processes: they came too late, or disagreed.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Job:
         return self
 
     def kill_before_event(self, number, rank, reaches=None, restart_seconds=0.01, load_seconds=0.0):
-        """It hears of others as soon as it is started again, and takes part only when it has its data."""
+        """Kills a rank before an event. Its new process hears of others at once, and takes part when it has data."""
         kill = functools.partial(self._kill, rank, reaches, restart_seconds, load_seconds)
         self.cluster.scheduler.call_before_event(number, kill)
 
@@ -163,7 +163,7 @@ class Job:
 
 
 class _Rank(State):
-    """One process of a rank: what the training graph does around an exchange."""
+    """One process of a rank, which calls an exchange as the training graph does."""
 
     def __init__(self, job, rank, was_restarted=False, load_seconds=0.0):
         self._job, self._rank, self._was_restarted = job, rank, was_restarted
@@ -172,11 +172,11 @@ class _Rank(State):
         self._membership = job.cluster.memberships[rank]
         self._joining = Joining(self._membership, self, timeout_seconds=0.5)
         self._merged = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
-        self._first_window = 0  # That is not merged yet.
+        self._first_window = 0  # The first one that is not merged yet.
         self._schedule = job.schedule
-        self._width = None  # That the last mean tells.
+        self._width = None  # The width in the last mean.
         self._monitor = VirtualMonitor(self._clock)
-        self._results = {}  # By window.
+        self._results = {}  # Means by window.
         self._meet_at = 0
         self._exchange = None
         self._takes_part = False
@@ -200,7 +200,7 @@ class _Rank(State):
         try:
             self._train()
         except (PeerLostError, DeadlineExceededError, MismatchError) as error:
-            # Others have ended, or are dead when it begins; or it has disagreed.
+            # The others have ended or died before this process begins, or it disagrees with them.
             self._job.errors.append(error)
             assert self._was_restarted and not self._takes_part, error
             self._membership.leave(sent_rounds={}, reason=str(error), final=True)
@@ -227,7 +227,7 @@ class _Rank(State):
         self._end()
 
     def _begin_again(self, error):
-        """As `fit` does between two steps."""
+        """Prepares a rank that was left behind to join again, as `fit` does between two steps."""
         while self._num_steps_under_way:
             self._monitor.wait(0.0)
         self._job.dead.add(self.name)
@@ -268,7 +268,7 @@ class _Rank(State):
         self._job.num_windows = self._schedule.num_ended(step)
 
     def _begin_windows(self, step, window, width=None):
-        """As the graph does: all is merged, and what is merged last says which width there is from now on."""
+        """Merges all windows, as the graph does. The last mean contains the width from now on."""
         self._width = self._merge_until(window)
         if self._job.chooses:
             self._schedule = _SETTINGS.schedule_of(width or self._width, step, window)
@@ -320,7 +320,7 @@ class _Rank(State):
         return self._width
 
     def _end(self):
-        """Its process ends, as of a script that does nothing more."""
+        """Ends the process, as at the end of a script."""
         self._membership.leave(sent_rounds={_GROUP: self._exchange.sent_rounds}, reason="")
         self._joining.end_session()
         self._exchange.settle(_LIMIT_SECONDS)
@@ -331,8 +331,8 @@ class _Rank(State):
         self._job.cluster.close(self._rank)
 
 
-_STRIDE = 19 if IS_STRESS else 6 * 19 + 1  # Events from one death to the next.
-_LATER_STRIDE = 5 if IS_STRESS else 16  # And of the second one.
+_STRIDE = 19 if IS_STRESS else 6 * 19 + 1  # Events between the deaths in two successive runs.
+_LATER_STRIDE = 5 if IS_STRESS else 16  # The same for the second death.
 _KINDS = {
     "mesh at once": {"schedule": "at once"},
     "mesh": {},
@@ -347,13 +347,16 @@ _KINDS = {
 
 @functools.cache
 def _num_events(kind, seed):
-    """The events until all ranks have begun, and until the end."""
+    """Returns the numbers of events until all ranks have begun, and until the end."""
     job = Job(**_KINDS[kind], seed=seed).run()
     return job.num_events_of_start, job.cluster.scheduler.num_events
 
 
 def _two_events(part, kind, parts=(3, 2)):
-    """A generator, an event in the first third of the steps (or `parts`), and events in the half that follows it."""
+    """Returns a generator, an event in the first third of the steps, and events in the half that follows the event.
+
+    `parts` are the reciprocals of both fractions.
+    """
     random = np.random.default_rng(part)
     first, last = _num_events(kind, seed=part)
     of_first, of_later = ((last - first) // number for number in parts)
@@ -371,10 +374,10 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         self.enter_context(logging_disabled())
 
     def check(self, job):
-        """Means are equal to the bit, and those of who was there; so is what all have merged.
+        """Checks that means and merged sums are equal to the bit, and that means are over the processes in the job.
 
         Returns:
-          How many processes have joined.
+          The number of processes that have joined.
         """
         total = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
         takes_part = {}
@@ -395,7 +398,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
             for part in parts:
                 takes_part.setdefault(part, []).append(step)
         for name, steps in takes_part.items():
-            # From its first window on, in all; of those that were under way when it was lost, in some.
+            # A process has a part in all windows from its first one on. A lost process may lack windows in flight.
             is_dead, first = name in job.dead, job.first_steps[name]
             end = steps[-1] + 1 - job.num_slots if is_dead else num_windows
             self.assertContainsSubset(range(first, end), steps)
@@ -424,7 +427,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
     def test_another_one_is_killed_meanwhile(self, part, kind):
-        """Or the same one again: whoever gives its state, at every event while one joins."""
+        """While a rank joins, another is killed at any event, also the one that gives its state, or the same again."""
         random, event, others = _two_events(part, kind)
         num_joined = 0
         for later in others:
@@ -440,7 +443,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
     def test_another_one_is_killed_while_it_loads_its_data(self, part, kind):
-        """It has met some of the others, and hears of that loss. It takes part all the same."""
+        """The loading process has met some of the others, and hears of the loss. It still takes part."""
         random, event, others = _two_events(part, kind, parts=(4, 3))
         num_joined = 0
         for later in others:
@@ -457,7 +460,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
     @pytest.mark.stress(after=1)
     def test_joins_whenever_it_was_stopped(self, part, kind):
-        """For longer than the patience, or not; then nothing is lost."""
+        """A rank is stopped for longer than the patience, or for less: then no process is lost."""
         random = np.random.default_rng(part)
         first, last = _num_events(kind, seed=part)
         num_joined = 0
@@ -479,7 +482,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
     def test_another_one_is_stopped_or_killed_meanwhile(self, part, kind):
-        """Or the same one again."""
+        """The second rank may be the same as the first."""
         random, event, others = _two_events(part, kind)
         num_joined = 0
         for later in others:
@@ -497,14 +500,14 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(num_joined, 0)
 
     def test_schedules_change(self):
-        """The ranks that choose change them often."""
+        """Ranks that choose schedules change them often."""
         widths = [Job(**_KINDS["chosen"], seed=seed).run().widths for seed in range(8)]
         self.assertGreater(min(map(len, widths)), 1, widths)
         self.assertGreater(max(map(max, widths)), 2, widths)
 
     @pytest.mark.stress
     def test_two_that_come_when_the_others_end(self):
-        """They do not wait for each other; nor does a process that has ended wait for them."""
+        """Two newcomers do not wait for each other, and a process that has ended waits for neither."""
         for kind in ("mesh", "windows"):
             first, last = _num_events(kind, 0)
             num_late = 0

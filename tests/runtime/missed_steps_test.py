@@ -1,4 +1,4 @@
-"""Steps of `fit` that others have made without this rank: their batches are passed over."""
+"""Tests that `fit` skips the batches of steps that others have made without this rank."""
 
 import keras
 import numpy as np
@@ -16,7 +16,7 @@ _ROWS = np.arange(_BATCHES * _BATCH_SIZE, dtype="float32")[:, None]
 
 
 class _Misses(keras.callbacks.Callback):
-    """Pretends, on all ranks alike, that the others have made steps meanwhile. Notes what callbacks hear."""
+    """Pretends on every rank that the others have made steps meanwhile. Records the calls of callbacks."""
 
     def __init__(self, strategy):
         super().__init__()
@@ -42,7 +42,7 @@ def _dataset(knows_length):
 
 
 def _run():
-    # In lock step, so that weights can be told, and positions have to agree.
+    # Synchronous, so that the weights are known, and positions have to agree.
     options = hop_tf.CommunicationOptions(timeout_seconds=60)
     strategy = hop_tf.PipeSGDStrategy(pipeline_width=1, communication_options=options)
     results = []
@@ -59,7 +59,7 @@ def _run():
     return results
 
 
-# Arguments of the optimizer, steps of an execution, and whether Keras knows the number of batches.
+# Arguments of the optimizer, steps of an execution, and True if Keras knows the number of batches.
 _CASES = (
     ({}, 1, True),
     ({}, 1, False),

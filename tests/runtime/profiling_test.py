@@ -1,4 +1,4 @@
-"""TensorFlow's profiler for some steps, as `hop_tf launch --profile_steps` asks for."""
+"""Tests of TensorFlow's profiler for some steps, as with `hop_tf launch --profile_steps`."""
 
 import os
 import pathlib
@@ -39,7 +39,7 @@ class ProfilingTest(tf.test.TestCase, parameterized.TestCase):
                 np.ones((6, 4), "float32"), np.ones((6, 1), "float32"), batch_size=1, verbose=0, callbacks=[count]
             )
             strategy.shutdown()
-        self.assertEqual(started, [2, 3])  # When so many steps had ended: behind the fourth one, before callbacks.
+        self.assertEqual(started, [2, 3])  # Number of ended steps: stops after the fourth, before its callbacks.
         profiles = list(pathlib.Path(self.directory).glob("rank_0/plugins/profile/*/*.xplane.pb"))
         self.assertLen(profiles, 1)
 
@@ -61,7 +61,7 @@ class ProfilingTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class _Count(keras.callbacks.Callback):
-    """How many steps have ended."""
+    """Counts the steps that have ended."""
 
     num = 0
 

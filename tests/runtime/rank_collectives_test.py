@@ -1,4 +1,4 @@
-"""What all ranks call together, where one of them is lost: each error names that one."""
+"""Tests that collective calls fail with an error that names the lost rank."""
 
 import collections
 from unittest import mock
@@ -30,7 +30,7 @@ class LostRankTest(tf.test.TestCase, parameterized.TestCase):
             membership = cluster.memberships[rank]
             membership.begin_session()
             membership.leave(sent_rounds={}, reason="")
-            cluster.scheduler.sleep(1.0)  # Until all have been in the session.
+            cluster.scheduler.sleep(1.0)  # Until all ranks have been in the session.
             if rank == lost:
                 cluster.scheduler.call_at(cluster.scheduler.now, lambda: cluster.kill(rank))
                 cluster.scheduler.sleep(1.0)
@@ -43,7 +43,7 @@ class LostRankTest(tf.test.TestCase, parameterized.TestCase):
             ranks.close()
 
         cluster.run(body)
-        if call == "synchronize":  # `gather` ends on ranks that have sent what is theirs.
+        if call == "synchronize":  # In `gather`, a rank ends without an error after sending its own part.
             self.assertCountEqual(errors, {*range(_NUM_RANKS)} - {lost})
         self.assertNotEmpty(errors)
         for error in errors.values():

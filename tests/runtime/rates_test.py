@@ -39,7 +39,7 @@ class _Assigns(keras.callbacks.Callback):
             self.model.optimizer.learning_rate = 0.02
 
 
-# What each changes the learning rate 0.1 to on a rank.
+# Callbacks that change the learning rate of 0.1.
 _CALLBACKS = {
     "plateau": lambda: keras.callbacks.ReduceLROnPlateau("loss", factor=0.25, patience=0, min_delta=100.0),
     "scheduler": lambda: keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch)),
@@ -70,7 +70,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_a_callback_of_one_rank(self, strategy, callback, rank):
-        """Training is that of rank 0, whoever else has another rate."""
+        """Training uses the rate of rank 0 if a rank has another rate."""
 
         def run(strategy):
             return _train(strategy, [_CALLBACKS[callback]()] if strategy.rank == rank else [])
@@ -80,7 +80,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
         for mine, other in zip(weights, others, strict=True):
             self.assertAllEqual(mine, other)
         expected, _ = _train(tf.distribute.OneDeviceStrategy("/cpu:0"), [_CALLBACKS[callback]()] if rank == 0 else [])
-        if strategy != "replay":  # Whose gradients are of other weights.
+        if strategy != "replay":  # A replay's gradients are of other weights.
             for mine, plain in zip(weights, expected, strict=True):
                 self.assertAllClose(mine, plain, rtol=1e-4, atol=1e-5)
         warnings = [line for line in logs.output if "the learning rate of rank 1 in step" in line]
@@ -105,7 +105,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("none", None), ("synchronous", 0.1), ("bsp", 0.1))
     @pytest.mark.stress(after=1)
     def test_where_a_difference_is_an_error(self, strategy, weight_decay):
-        """Steps were computed with it already, or weights have decayed by it."""
+        """The rank's steps or weight decay have already used the other rate."""
 
         def run(strategy):
             try:
@@ -121,7 +121,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("replay", "synchronous")
     @pytest.mark.stress
     def test_a_schedule_where_ranks_have_counted_different_steps(self, strategy):
-        """It cannot be replaced: after a `fit` that has ended early on a rank, `synchronize` makes counts the same."""
+        """A schedule cannot be replaced. If a `fit` ended early on a rank, `synchronize` makes the counts equal."""
         schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)
 
         def run(strategy, synchronizes):
@@ -145,7 +145,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(2, 1)
     @pytest.mark.stress(after=1)
     def test_eagerly_with_weight_decay(self, num_fits):
-        """Weights decay before ranks know of each other's rate: what is merged has decayed by rank 0's."""
+        """Weights decay before ranks know each other's rates. The merged weights have decayed by rank 0's."""
 
         def run(strategy):
             def assign(logs):
@@ -163,7 +163,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*_cluster("replay").run(run))
 
     def test_a_rank_that_has_ended_is_not_asked(self):
-        """The first of those that are there counts."""
+        """The rate of the lowest remaining rank counts."""
         rate = CommonRate(1, 3, adopts=False)
         rate.check(np.array([[0.0, 0.1, 0.1], [0.0, 0.5, 0.5]]), 7)
         with self.assertRaisesRegex(HopError, "rank 1 in step 7 is 0.2, that of rank 0 is 0.1"):

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their variables and optimizers."""
+"""Tests of the descriptions of optimizers that ranks compare."""
 
 import keras
 import numpy as np
@@ -33,7 +33,7 @@ class DescribeOptimizerTest(tf.test.TestCase, parameterized.TestCase):
         lambda: _Custom(np.zeros(2)),
     )
     def test_of_one_that_is_made_alike(self, make):
-        """Also where Keras gives it another name, and what it holds cannot be told."""
+        """Also if Keras gives the optimizer another name, and if a value in it has no description."""
         self.assertEqual(describe_optimizer(make()), describe_optimizer(make()))
 
     @parameterized.parameters(

@@ -1,4 +1,4 @@
-"""What a rank counts, and that a real TensorBoard shows it."""
+"""Tests of a rank's counters, also in a real TensorBoard."""
 
 import functools
 import importlib.util
@@ -65,7 +65,7 @@ class StepStatisticsTest(tf.test.TestCase):
         self.assertEqual(statistics.counters()["steps"], 2)
 
     def test_counts_the_time_from_ready_to_done(self):
-        """As in a training step: the result comes through a queue, later than the gradient, and is checked."""
+        """As in a training step, the result comes through a queue, later than the gradient, and is checked."""
         results = tf.queue.FIFOQueue(1, [tf.float32], shapes=[[]])
         statistics = StepStatistics()
 
@@ -85,7 +85,7 @@ class StepStatisticsTest(tf.test.TestCase):
             self.assertGreaterEqual(statistics.counters()["wait_seconds"], expected)
 
     def _answer(self, statistics, results, last):
-        """Sends a result 0.02 s after the gradient of a new step was seen to be ready."""
+        """Sends a result 0.02 s after the statistics have noted the gradient of a new step."""
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while statistics._state.ready_at == last and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -134,7 +134,7 @@ class StepStatisticsTest(tf.test.TestCase):
         statistics.recorder.drop.assert_called_once_with(20_000 - len(steps))
 
     def make_recorded(self):
-        """Statistics, and what gives the events that its recorder would get."""
+        """Returns statistics, and a function that returns the events for their recorder."""
         sources = []
         statistics = StepStatistics()
         statistics.recorder = mock.Mock(add_source=sources.append, records=lambda step: True)
@@ -142,7 +142,7 @@ class StepStatisticsTest(tf.test.TestCase):
         return statistics, lambda is_final: sources[0](is_final)
 
     def make_steps(self, statistics):
-        """`run(first, count)` makes steps in a loop, each of which computes for 0.01 s and then waits for 0.02 s."""
+        """Returns `run(first, count)`, which makes steps that each compute for 0.01 s and then wait for 0.02 s."""
         gradients, results = (tf.queue.FIFOQueue(1, [tf.float32], shapes=[[]]) for _ in range(2))
 
         @tf.function
@@ -160,7 +160,7 @@ class StepStatisticsTest(tf.test.TestCase):
         noted = [state.ready_at, state._of_step[1]] if statistics.recorder is not None else [state.ready_at]
 
         def feed(count):
-            """Each when the graph has noted what was before."""
+            """Feeds each gradient and result when the graph has noted the previous one."""
             nonlocal num_starts
             for _ in range(count):
                 num_starts += 1
@@ -213,7 +213,7 @@ class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
         return writer
 
     def records(self):
-        """(step, tag, value) of everything written."""
+        """Returns (step, tag, value) of everything written."""
         records = []
         (file,) = os.listdir(os.path.join(self.directory, "rank_3"))
         for event in tf.compat.v1.train.summary_iterator(os.path.join(self.directory, "rank_3", file)):
@@ -238,7 +238,7 @@ class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(self.records(), [(5, _BYTES_SENT, 20.0), (9, _BYTES_SENT, 50.0)])
 
     def test_writes_what_tensorboard_would_also_where_it_is_not_installed(self):
-        """TensorFlow 2.21 for processors does not bring it."""
+        """TensorFlow 2.21 for processors does not install TensorBoard."""
         with mock.patch.dict(sys.modules, {"tensorboard": None, "tensorboard.summary.v2": None}):
             with self.assertRaisesRegex(Exception, "TensorBoard is not installed"):
                 tf.summary.scalar("name", 1.0, step=0)
@@ -391,7 +391,7 @@ class TensorBoardTest(tf.test.TestCase):
             self.assertAllClose(total, report["bytes_sent"], rtol=0.2)  # `shutdown` sends some more.
 
     def _tags(self, report):
-        """The tags of what a report holds, and of the time of a whole step."""
+        """Returns the tags of a report's counters, and of the time of a whole step."""
         curves = [find_curve(name) for name in report if name not in ("rank", "steps")]
         return {"hop_tf milliseconds of a step/all", *(curve.tag for curve in curves)}
 

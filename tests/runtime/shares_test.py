@@ -1,4 +1,4 @@
-"""Ranks that measure their speeds agree on shares of a batch."""
+"""Tests that ranks that measure their speeds agree on shares of a batch."""
 
 import time
 
@@ -11,7 +11,7 @@ from hop_tf.tools.simulate import VirtualCluster
 
 
 def _run(world_size, body, **arguments):
-    """What `body(agreement, shares, rank, cluster)` returns on each rank, in a session."""
+    """Calls `body(agreement, shares, rank, cluster)` on each rank in a session; returns the results."""
     cluster = VirtualCluster(world_size, **arguments)
     results = [None] * world_size
 
@@ -33,8 +33,8 @@ class SharesOfTest(parameterized.TestCase):
     @parameterized.parameters(
         ({0: 1.0, 1: 3.0}, [1, 1], [0.75, 0.25]),
         ({0: 1.0, 1: 2.0, 2: 4.0}, [1, 1, 1], [4 / 7, 2 / 7, 1 / 7]),
-        ({0: 1.0, 1: 0.0}, [3, 1], [0.75, 0.25]),  # One is not known.
-        ({0: 1.0, 1: 1.01}, [1, 1], [0.5, 0.5]),  # It is not worth a change.
+        ({0: 1.0, 1: 0.0}, [3, 1], [0.75, 0.25]),  # One speed is unknown.
+        ({0: 1.0, 1: 1.01}, [1, 1], [0.5, 0.5]),  # The difference is not worth a change.
         ({0: 1.0, 2: 3.0}, [1, 2, 1], [0.375, 0.5, 0.125]),  # Rank 1 has gone.
         ({0: 1.0, 1: 1e9}, [1, 1], [1.0, 0.0]),
     )
@@ -85,12 +85,12 @@ class ShareAgreementTest(parameterized.TestCase):
 
         first, left, third = _run(3, body)
         self.assertEqual(first, third)
-        self.assertEqual(first[1], left[1])  # That of the rank that has gone stays.
+        self.assertEqual(first[1], left[1])  # The share of the rank that has left stays.
         self.assertAlmostEqual(first[2] / first[0], 2.0, places=3)
 
     @parameterized.parameters(0, 1)
     def test_a_rank_that_has_ended_may_wait_for_the_others(self, ended):
-        """As it does for those that are to merge its last window."""
+        """A rank that has ended waits for others that still have to merge its last window."""
 
         def body(agreement, shares, rank, cluster):
             agreement.agree(1, 1.0 + rank)
@@ -125,14 +125,14 @@ class ShareAgreementTest(parameterized.TestCase):
         left = [shares for rank, shares in enumerate(results) if rank != lost]
         self.assertEqual(left[0], left[1])
         parts = [share / sum(left[0]) for share in left[0]]
-        # Without rank 0 nobody decides anything else.
+        # Without rank 0 no rank decides on new shares.
         expected = [6 / 11, 3 / 11, 2 / 11] if lost == 0 else [4 / 11, 3 / 11, 4 / 11]
         for part, each in zip(parts, expected, strict=True):
             self.assertAlmostEqual(part, each, places=4)
 
     def test_a_rank_that_was_started_again_takes_what_comes(self):
         def body(agreement, shares, rank, cluster):
-            if rank == 1:  # As such a one.
+            if rank == 1:  # As a restarted rank.
                 agreement.takes_part = False
                 cluster.scheduler.sleep(5.0)
                 agreement.agree(2, 1.0)
@@ -161,10 +161,10 @@ class RowStatisticsTest(tf.test.TestCase):
 
         for _ in range(3):
             step(tf.constant(4, tf.int64))
-        self.assertEqual(statistics.take_seconds_per_row(), 0.0)  # Too few.
+        self.assertEqual(statistics.take_seconds_per_row(), 0.0)  # Too few steps.
         step(tf.constant(4, tf.int64))
         self.assertGreater(statistics.take_seconds_per_row(), 0.0049)
-        self.assertEqual(statistics.take_seconds_per_row(), 0.0)  # They were taken.
+        self.assertEqual(statistics.take_seconds_per_row(), 0.0)  # The previous call has taken them.
         self.assertEqual(float(statistics.total), 16.0)
 
 

@@ -1,4 +1,4 @@
-"""Tests of what a rank tells that waits for long."""
+"""Tests of the warnings and stacks of a rank that waits for a long time."""
 
 import os
 import tempfile
@@ -18,7 +18,7 @@ class StallReportTest(absltest.TestCase):
         self.directory = self.enter_context(tempfile.TemporaryDirectory())
 
     def _tell(self, options, *texts):
-        """What is logged."""
+        """Reports each text; returns the logged warnings."""
         report = StallReport(options, rank=2)
         with self.assertLogs("absl", "WARNING") as logs:
             for text in texts:

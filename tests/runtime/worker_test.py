@@ -1,4 +1,4 @@
-"""Worker: sessions, groups and collectives of two ranks; most tests run both in this process."""
+"""Tests of sessions, groups and collectives of two `Worker`s. Most tests run both in this process."""
 
 import concurrent.futures
 import contextlib
@@ -31,7 +31,7 @@ _DEADLINE_SECONDS = 30.0
 
 
 class Echo(Exchange):
-    """Gives back what it gets, and counts. Talks to nobody."""
+    """An exchange that returns its buckets and counts the steps, without messages to other ranks."""
 
     def __init__(self):
         self.session = 0
@@ -62,7 +62,7 @@ class Echo(Exchange):
 
 
 class Stuck(Echo):
-    """Waits in its step until it is let go, whatever happens to the session."""
+    """An exchange whose step blocks until `go_on` is set, whatever happens to the session."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Stuck(Echo):
 
 
 class Optimizer:
-    """Stands for an optimizer: something with settings that can be forgotten."""
+    """Stands for an optimizer: an object with settings that can be garbage-collected."""
 
     def __init__(self, **settings):
         self._settings = settings
@@ -127,7 +127,7 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
         )
 
     def on_both(self, call):
-        """Runs `call(rank, worker)` on both ranks at once; returns both values, or raises what one raised."""
+        """Runs `call(rank, worker)` on both ranks at once; returns both results, or raises the error of one."""
         futures = [self.threads.submit(call, rank, worker) for rank, worker in enumerate(self.workers)]
         concurrent.futures.wait(futures, _DEADLINE_SECONDS)
         return [future.result(0) for future in futures]
@@ -173,7 +173,7 @@ class StuckTest(_TwoRanksTestCase):
 
     @parameterized.parameters(None, ValueError("bad input"))
     def test_ctrl_c_ends_waiting_for_a_thread(self, own_error):
-        """The other rank counts on what the thread has not sent."""
+        """The other rank relies on messages that the thread has not sent."""
         ctrl_c = mock.patch.object(self.group.runner, "quiesce", side_effect=KeyboardInterrupt)
         with ctrl_c, self.assertRaises(KeyboardInterrupt):
             self.workers[0].end_session(own_error)
@@ -203,7 +203,7 @@ class StallTest(_TwoRanksTestCase):
         with open(self.path) as file:
             stacks = file.read()
         self.assertIn("receive update", stacks)
-        self.assertIn(f'File "{__file__}"', stacks)  # This thread's: it is in `wait`.
+        self.assertIn(f'File "{__file__}"', stacks)  # The stack of this thread, which is in `wait`.
 
 
 class SlowTest(_TwoRanksTestCase):
@@ -211,7 +211,7 @@ class SlowTest(_TwoRanksTestCase):
     make_scheme = Stuck
 
     def test_a_thread_may_take_longer_than_a_silent_peer(self):
-        """As an all-reduce of much over a slow link, whose mean others may have: it is ended, and the job goes on."""
+        """As in a large all-reduce over a slow link, whose mean others may have. It completes, and the job goes on."""
         self.begin_session()
         _, (group, _) = self.add_groups(lambda rank: [_variable([0.0])])
         group.submit([tf.constant([0.0])])
@@ -225,7 +225,7 @@ class SlowTest(_TwoRanksTestCase):
         self.assertEqual(other.departure(0).sent_rounds[group.name], 1)
 
     def test_what_was_sent_may_take_longer_than_a_silent_peer(self):
-        """As the last means over a slow link: who ends its process before they have arrived ends the job."""
+        """As with the last means over a slow link. A process that ends before they have arrived would end the job."""
         self.begin_session()
         taken = threading.Event()
         self.addCleanup(taken.set)
@@ -238,7 +238,7 @@ class SlowTest(_TwoRanksTestCase):
 
 
 class ContinuingTest(_TwoRanksTestCase):
-    """Ranks go on without a lost one, and so without one that has failed."""
+    """Tests of ranks that go on without a lost rank, and therefore without a failed one."""
 
     continue_without_lost = True
 
@@ -273,12 +273,12 @@ class ContinuingTest(_TwoRanksTestCase):
 
 
 class OneWayTest(_TwoRanksTestCase):
-    """Rank 1 reaches rank 0, and is not reached: its heartbeats must not hide that."""
+    """Rank 1 reaches rank 0, but rank 0 does not reach rank 1. Rank 1's heartbeats must not hide that."""
 
     options = CommunicationOptions(timeout_seconds=2.0)
 
     def test_is_an_error_on_both_that_names_the_direction(self):
-        # A port whose packets are dropped: nobody accepts, and there is no room to wait in.
+        # Packets to this port are dropped, because no process accepts connections, and the backlog is full.
         blocked = self.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         self.enter_context(socket.create_connection(blocked.getsockname()))
         first = self.workers[0]._transport
@@ -306,7 +306,7 @@ class SessionTest(_TwoRanksTestCase):
         with self.assertRaisesRegex(PeerFailedError, f"rank 0: rank 1 has failed, .* without it: {name}") as raised:
             first.begin_round(5)
         self.workers[0].end_session(raised.exception)
-        self.begin_session()  # It was an error of that session only.
+        self.begin_session()  # The error belonged to that session only.
         first.begin_round(5)
         self.assertEqual(self.workers[0].counters()["ranks_left"], 0)
 
@@ -324,10 +324,10 @@ class SessionTest(_TwoRanksTestCase):
         self.assertEqual(self.workers[0].counters()["ranks_left"], 1)
 
     def test_a_rank_without_a_step_keeps_its_place_among_the_collectives(self):
-        """As a `fit` that has nothing left to do after a restore, on one rank."""
+        """As in a `fit` that has nothing left to do after a restore, on one rank."""
         variable = [_variable([float(rank)]) for rank in range(2)]
         self.begin_session()
-        self.workers[0].collectives.broadcast_initial_values([_variable([1.0])])  # Rank 0 waits for nobody.
+        self.workers[0].collectives.broadcast_initial_values([_variable([1.0])])  # Rank 0 does not wait.
         self.on_both(lambda rank, worker: worker.end_session(None))
         self.on_both(lambda rank, worker: worker.collectives.average([variable[rank]]))
         self.assertAllEqual(variable[0], [0.5])
@@ -343,7 +343,7 @@ class SessionTest(_TwoRanksTestCase):
         second.end_session(PeerLostError("rank 2 is gone"))
         with self.assertRaisesRegex(PeerLostError, "because rank 1 gave up: PeerLostError: rank 2 is gone"):
             first.membership.wait(lambda: [1], operation="receive")
-        with self.assertRaises(PeerLostError):  # Not only once: nothing can go on.
+        with self.assertRaises(PeerLostError):  # Raises again: the job cannot go on.
             first.begin_session()
 
     def test_sessions_number_the_same_steps_again(self):
@@ -426,7 +426,7 @@ class GroupTest(_TwoRanksTestCase):
 
     @pytest.mark.slow
     def test_forgotten_groups_end_with_the_session(self):
-        """As after each of five calls of `compile`: threads must not pile up, and nothing counted is lost."""
+        """As after each of five calls of `compile`. Threads must not pile up, and counts must not be lost."""
         for number in range(5):
             optimizers, groups = self.add_groups(lambda rank: [_variable([1.0])])
             for group in groups:
@@ -535,7 +535,7 @@ def _compile_five_times():
 
 class GivenUpTest(_TwoRanksTestCase):
     def test_a_rank_that_others_gave_up_does_not_end_the_job(self):
-        """Rank 0 stands for one that hears rank 1's farewell before it hears that rank 1 was lost."""
+        """Rank 0 stands for a rank that hears rank 1's farewell before it hears that rank 1 was lost."""
         self.begin_session()
         lost = membership_pb2.Leave(rank=1, session=1, lost=True, final=True, reason="silent")
         first, second = (worker.membership for worker in self.workers)
@@ -550,7 +550,7 @@ class GivenUpTest(_TwoRanksTestCase):
 class RecompileTest(tf.test.TestCase):
     @pytest.mark.stress
     def test_threads_do_not_pile_up(self):
-        """The optimizer of the last fit may linger until the garbage collector runs; not more."""
+        """Only the optimizer of the last fit may remain until the garbage collector runs."""
         with MultiProcessRunner(_compile_five_times, num_workers=2) as runner:
             values = runner.join().raise_for_errors().values
         for counts in values:

@@ -1,4 +1,4 @@
-"""Assignments of trained weights: those of the strategy itself are not taken for the program's, and none is lost."""
+"""Tests that a strategy tells its own assignments of trained weights from the program's, and loses none of these."""
 
 import contextlib
 
@@ -20,7 +20,7 @@ _MEMBERS["pipe_sgd_wide"] = (MEMBERS["pipe_sgd"], {"pipeline_width": 2})
 # Strategies that keep a second copy of the weights.
 _KEEPS_A_COPY = ("pipe_sgd_wide", "shat")
 _BY_IMPORTANCE = [*_KEEPS_A_COPY, *(name for name in _MEMBERS if name not in _KEEPS_A_COPY)]
-_WITH_LOOPS = [name for name in _BY_IMPORTANCE if name != "canary"]  # It refuses custom loops.
+_WITH_LOOPS = [name for name in _BY_IMPORTANCE if name != "canary"]  # Canary refuses custom loops.
 # With rows that are alike, both ranks make the steps of one process.
 _EXACT = [name for name in _MEMBERS if name not in ("canary", "shat")]
 
@@ -72,14 +72,14 @@ def _loop_step(model, optimizer, strategy):
 
 
 def _kernel_in_the_end(model, strategy):
-    """The mean over the ranks."""
+    """Returns the mean over ranks."""
     if strategy is not None:
         strategy.synchronize(model)
     return model.layers[0].kernel.numpy()
 
 
 class Critic(keras.Model):
-    """Has two optimizers; the weights of the first one are clipped before the second one's update, as in a WGAN."""
+    """A model with two optimizers. It clips the first one's weights before the second one's update, as in a WGAN."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_BY_IMPORTANCE)
     @pytest.mark.slow(after=2)
     def test_weight_decay_that_the_optimizer_makes_by_itself(self, name):
-        """Not by `merge_call`, as others do."""
+        """This optimizer decays weights without `merge_call`, unlike others."""
 
         def run(strategy):
             with _scope(strategy):
@@ -132,7 +132,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(after=1)
     def test_evaluate_and_predict_within_an_epoch(self, name, other):
-        """Keras resets the metrics, and a wide pipe merges what is in flight."""
+        """Keras resets the metrics, and a wide pipe merges gradients in flight."""
 
         def run(strategy):
             model = _linear(strategy)
@@ -205,7 +205,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_after_the_only_step_of_an_epoch_or_before_an_evaluation(self, name, evaluates):
-        """What follows assigns the weights, too, as a wide pipe merges what is in flight."""
+        """The end of an epoch and an evaluation assign weights, too, because a wide pipe merges gradients in flight."""
 
         def run(strategy):
             model = _linear(strategy)
@@ -225,7 +225,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_BY_IMPORTANCE)
     @pytest.mark.stress(but=3)
     def test_when_the_last_epoch_has_ended(self, name):
-        """No step follows in which it would count. SHAT ends with the servers' weights: so it is refused."""
+        """No step follows in which the assignment would count. SHAT ends with the servers' weights, and refuses it."""
 
         def run(strategy):
             model = _linear(strategy)
@@ -241,7 +241,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             if name == "shat":
                 self.assertRegex(result, "weights were assigned between two epochs.* rank [01]: .*kernel")
             else:
-                # Under Canary, steps of the other rank that are under way come on top.
+                # Under Canary, steps of the other rank in flight are added.
                 self.assertAllClose(result, np.full([6, 1], 7.0), atol=0.3 if name == "canary" else 1e-5)
 
     @parameterized.product(name=[*_KEEPS_A_COPY, "pipe_sgd"], is_eager=[False, True])
@@ -298,7 +298,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_before_the_first_epoch_of_a_later_fit(self, stays):
-        """SHAT compares with the weights that this `fit` has begun with."""
+        """SHAT compares with the weights at the begin of this `fit`."""
 
         def run(strategy):
             model = _linear(strategy)
@@ -322,7 +322,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_weights_that_a_callback_swaps_evaluates_and_swaps_back(self):
-        """The evaluation is no new end of an epoch."""
+        """The evaluation does not count as a new end of an epoch."""
 
         def run(strategy):
             model = _linear(strategy)

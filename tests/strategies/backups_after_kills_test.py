@@ -1,7 +1,7 @@
-"""All ranks are killed at a random moment: the job goes on from backups, whichever each rank has.
+"""Tests that a job goes on from backups, whichever each rank has, after all ranks were killed at a random moment.
 
-When they are killed is drawn: `HOP_TF_SCHEDULE_SEED` says from which seed. With it, as under `make stress`, all cases
-run, and each one is killed 20 times.
+`HOP_TF_SCHEDULE_SEED` is the seed of that moment. If it is set, as under `make stress`, all cases run, and each one is
+killed 20 times.
 """
 
 import os
@@ -31,7 +31,7 @@ _MEMBERS = {
 
 
 class _Progress(keras.callbacks.Callback):
-    """Rank 0 is slower: under DTS, the other one is some backups ahead."""
+    """Makes rank 0 slower. Under DTS, the other rank is some backups ahead."""
 
     def __init__(self, rank):
         super().__init__()

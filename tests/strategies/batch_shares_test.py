@@ -1,4 +1,4 @@
-"""Slices of a batch in proportion to shares, under every strategy: what is trained, and how long that takes."""
+"""Tests of slices of a batch in proportion to shares, under every strategy: trained weights, and step times."""
 
 import contextlib
 import functools
@@ -19,13 +19,13 @@ from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 from support import MEMBERS, NUM_RANKS, Member, StopRank1, fewer_steps, linear_loss
 
 _RATE = 0.05
-_NUM_ROWS, _BATCH_SIZE = 237, 100  # The last batch has 37 rows: 27 and 10, or 28 and 9, where ranks share it.
+_NUM_ROWS, _BATCH_SIZE = 237, 100  # The last batch has 37 rows: 27 and 10, or 28 and 9, if ranks share it.
 _SHARES, _PARTS = [3, 1], [0.75, 0.25]
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(_RATE, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.02),
 }
-# Where ranks apply the same mean gradients.
+# Strategies whose ranks apply the same mean gradients.
 _SYNCHRONOUS = {
     "pipe_sgd": Member(lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=1, **arguments)),
     "segments": Member(lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=1, num_segments=9, **arguments)),
@@ -83,13 +83,13 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(name=[*_SYNCHRONOUS], optimizer=[*_OPTIMIZERS])  # The first two: Pipe-SGD.
     @pytest.mark.stress(after=1)
     def test_equals_one_device(self, name, optimizer):
-        """Weights, and logs; with sample weights, and a smaller last batch."""
+        """Weights and logs are equal, also with sample weights, and a smaller last batch."""
         self.check(_SYNCHRONOUS[name], lambda: _network(_OPTIMIZERS[optimizer]()), _SHARES)
 
     @parameterized.parameters(*_SYNCHRONOUS)
     @pytest.mark.stress
     def test_batch_normalization_of_the_whole_batch_equals_one_device(self, name):
-        """A rank's loss depends on the other's rows."""
+        """A rank's loss depends on the other rank's rows."""
         self.check(_SYNCHRONOUS[name], lambda: _network("sgd", synchronized=True), [1, 4])
 
     @parameterized.parameters({"run_eagerly": True}, {"steps_per_execution": 2})
@@ -121,7 +121,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.stress
     def test_a_pipeline_is_that_of_the_whole_batch(self):
-        """Means arrive a step late: the same as with one device, whose replay lacks nothing. With a linear loss."""
+        """Means arrive late. With a linear loss the replay lacks nothing, and weights equal those of one device."""
         x, y, _ = _data()
 
         def train(strategy):
@@ -139,7 +139,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("pipe_sgd", "dts", "shat")
     @pytest.mark.stress(after=1)
     def test_a_custom_loop_weighs_its_rows_itself(self, name):
-        """By `global_batch_size`: gradients of the ranks add up. One that is left alone has the mean of its rows."""
+        """Losses over `global_batch_size` let gradients add up. A rank that is left alone has the mean of its rows."""
         x, y, _ = _data()
         dts = Member(functools.partial(hop_tf.DTSStrategy, delay=0, interval=1))
         member, settings = {**_SYNCHRONOUS, "dts": dts}[name], {} if name == "shat" else {"on_peer_loss": "continue"}
@@ -208,7 +208,7 @@ def _linear_model(optimizer, kind=keras.Sequential):
 
 
 class Recorder(keras.Sequential):
-    """Knows what it has trained on, and how often its step was traced."""
+    """Records the rows that it has trained on, and the number of traces of its step."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -221,7 +221,7 @@ class Recorder(keras.Sequential):
         return super().train_step(data)
 
     def mean_gradients(self):
-        """Of a linear loss, in each step."""
+        """Returns the mean gradient of a linear loss in each step."""
         return [np.mean(x.astype(np.float64) * y, axis=0)[:, None] for x, y in self.batches]
 
 
@@ -264,7 +264,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_hop_moves_by_whole_steps_when_the_other_has_left(self):
-        """Whoever is there alone has all of the shares."""
+        """A rank that is left alone has all shares."""
         x, y, _ = (each[:100] for each in _data())
 
         def train(strategy):
@@ -278,7 +278,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             return kernels
 
         kernels, _ = MEMBERS["hop"].run(train, batch_shares=_SHARES)
-        for step in range(6, 10):  # It has heard of that by now. Its slices have 7 of 10 rows.
+        for step in range(6, 10):  # The rank has heard of that by now. Its slices have 7 of 10 rows.
             own = slice(step * 10, step * 10 + 7)
             expected = -_RATE * np.mean(x[own].astype(np.float64) * y[own], axis=0)[:, None]
             self.assertAllClose(kernels[step] - kernels[step - 1], expected, rtol=0, atol=1e-5)
@@ -286,7 +286,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((3, 2), (0, 1), (0, 2))
     @pytest.mark.stress(after=1)
     def test_dts_takes_means_of_changes_by_rows(self, delay, interval):
-        """In 6 steps: windows that are whole when `fit` ends; with a linear loss changes do not depend on weights."""
+        """After 6 steps all windows are whole. With a linear loss, changes do not depend on weights."""
         member = Member(lambda **arguments: hop_tf.DTSStrategy(delay=delay, interval=interval, **arguments))
         found = self.trained(member, lambda: keras.optimizers.SGD(_RATE), num_epochs=2)
         expected = np.zeros((5, 1))
@@ -309,7 +309,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(None, "sketch")
     @pytest.mark.stress(after=1)
     def test_canary_adds_parts_of_steps(self, codec):
-        """Those of the steps that ranks have made: a slow one passes over some."""
+        """Only steps that ranks have made count. A slow rank skips some."""
         member = Member(lambda **arguments: hop_tf.CanaryStrategy(codec=codec, **arguments))
         found = self.trained(member, lambda: keras.optimizers.SGD(_RATE), num_epochs=2)
         sums = [
@@ -322,7 +322,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("steps", 1), ("gradients", NUM_RANKS))
     @pytest.mark.stress(after=1)
     def test_shat_counts_pushes_in_proportion(self, pushes, times):
-        """Servers add steps divided by the number of workers, and make whole ones of gradients."""
+        """Servers add pushed steps divided by the number of workers, and make whole steps of pushed gradients."""
         member = Member(lambda **arguments: hop_tf.SHATParameterServerStrategy(pushes=pushes, **arguments), num_ps=1)
         found = self.trained(member, lambda: keras.optimizers.SGD(_RATE), num_epochs=2)
         sums = [
@@ -345,7 +345,7 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_STRATEGIES)
     @pytest.mark.stress(but=1)
     def test_finds_shares_of_a_rank_that_is_three_times_slower(self, name):
-        """Within 10 %, in 30 steps, without another trace; each row is in one slice, also when shares change."""
+        """Ranks find shares within 10 %, in 30 steps, without another trace. Each row is in one slice at any time."""
         num_rows, batch_size = 15 * 64, 64
         x = np.repeat(np.arange(num_rows, dtype=np.float32)[:, None] / num_rows, 5, axis=1)
 
@@ -357,14 +357,14 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
             return strategy.batch_shares, model
 
         shares, num_rounds = (0.0, 1.0), 0
-        while abs(shares[1] / 0.25 - 1) > 0.1 and num_rounds < 4:  # What else the machine does may disturb one.
+        while abs(shares[1] / 0.25 - 1) > 0.1 and num_rounds < 4:  # Other load of the machine may disturb a round.
             num_rounds += 1
             with _emulated(0.05, "1:3x"):
                 (shares, fast), (others, slow) = _STRATEGIES[name].run(train, batch_shares="auto")
             self.assertEqual(shares, others)
         self.assertAllClose(shares, [0.75, 0.25], rtol=0.1)
         self.assertEqual([fast.num_traces, slow.num_traces], [1, 1])
-        if name == "canary":  # It passes over batches.
+        if name == "canary":  # Canary skips batches.
             return
         rows = [np.concatenate([x[:, 0] for x, _ in model.batches]) for model in (fast, slow)]
         self.assertAllClose(np.sort(np.concatenate(rows)), np.sort(np.tile(x[:, 0], 2)))
@@ -392,7 +392,7 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(0, 1)
     @pytest.mark.stress
     def test_a_rank_may_end_early(self, stopped):
-        """The others average its last window with theirs, and do not wait for it when their next epoch begins."""
+        """The others average that rank's last window with theirs, and begin their next epoch without waiting for it."""
         x = np.ones((10 * 8, 5), np.float32)
 
         def train(strategy):
@@ -426,9 +426,9 @@ class _Times(keras.callbacks.Callback):
 class SpeedTest(tf.test.TestCase):
     @pytest.mark.stress
     def test_uneven_ranks_are_as_fast_as_equal_ones_of_their_mean_speed(self):
-        """A rank makes 3 rows in the time of another's one: two ranks that make 2 each are as fast.
+        """A rank makes 3 rows in the time of another's one. Two ranks that make 2 each are as fast.
 
-        Both trainings in turn, until a round is not disturbed by what else the machine does.
+        Both trainings run in turn, until other load of the machine does not disturb a round.
         """
         num_steps, seconds, most_rounds = 12, 0.06, 5
         x = np.ones((num_steps * 8, 5), np.float32)
@@ -451,7 +451,7 @@ class SpeedTest(tf.test.TestCase):
             ratios.append(step_seconds_of(None, seconds) / uneven)
         self.assertGreaterEqual(max(ratios), 0.95)
         without = step_seconds_of(None, seconds / 1.5, "1:3x")
-        self.assertLess(uneven, 0.75 * without)  # That takes twice as long.
+        self.assertLess(uneven, 0.75 * without)  # Training without shares takes twice as long.
 
 
 class SettingsTest(tf.test.TestCase, parameterized.TestCase):

@@ -1,4 +1,4 @@
-"""What holds under every strategy where ranks are processes: Ctrl-C, and a rank that is killed."""
+"""Tests of every strategy with a process for each rank: Ctrl-C, and a rank that is killed."""
 
 import os
 import signal
@@ -31,10 +31,10 @@ def _signal_victim(strategy, signum):
 
 
 def _train(name):
-    """Two trainings: the victim is interrupted in the first one, and killed in the second one.
+    """Trains twice: the victim is interrupted in the first training, and killed in the second.
 
     Returns:
-      For each, what was raised, and how many steps were made.
+      For each training, the error and the number of steps.
     """
     if name in ON_TWO_DEVICES:
         make_two_devices()
@@ -66,13 +66,13 @@ _WAYS = {
 
 
 def _train_in_ways(strategy):
-    """Weights, for each of `_WAYS`; with batch normalization over the whole batch."""
+    """Trains in each of `_WAYS`; returns the weights. Batch normalization is over the whole batch."""
     x = np.random.default_rng(0).normal(size=(24, 3)).astype("float32")
     results = []
     for make_optimizer, arguments in _WAYS.values():
         with strategy.scope():
             kernels = [keras.initializers.RandomNormal(seed=seed) for seed in (1, 2)]
-            # No bias: normalization takes it away, and Adam would make steps of what rounding leaves.
+            # No bias, because normalization removes it, and Adam would make steps of the rounding errors.
             hidden = keras.layers.Dense(4, use_bias=False, kernel_initializer=kernels[0])
             normalization = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
             last = keras.layers.Dense(1, kernel_initializer=kernels[1])

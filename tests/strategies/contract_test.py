@@ -1,4 +1,4 @@
-"""What holds under every strategy: one table of strategies, one test for each promise.
+"""Tests of the promises of every strategy: one table of strategies, one test for each promise.
 
 A new strategy is a line of `support.MEMBERS`. Promises about whole processes are in `contract_processes_test.py`.
 """
@@ -21,16 +21,16 @@ from hop_tf.runtime.curves import find_curve
 from support import NUM_RANKS, AbortOnRank1, error_of
 
 _NUM_ROWS = 24
-_BATCH_SIZE = 4  # Of both ranks together.
+_BATCH_SIZE = 4  # The global batch of both ranks.
 _STEPS = _NUM_ROWS // _BATCH_SIZE
 MEMBERS = {**support.MEMBERS, **support.ON_TWO_DEVICES}
-# In `make test` without the last two: the example, and Canary's synchronous form, share nearly all with others. Nor
-# with those on two devices, of which `devices_test.py` has a part.
+# `make test` leaves out the last two, because the example, and Canary's synchronous form, share nearly all with others.
+# It also leaves out those on two devices, of which `devices_test.py` tests a part.
 _MOST = len(support.MEMBERS) - 2
 
 
 def _kind(name):
-    """The member with one device in each rank."""
+    """Returns the name of the member with one device in each rank."""
     return name.removesuffix("_on_two_devices")
 
 
@@ -39,7 +39,7 @@ def _all_members(test):
 
 
 class _Rows(keras.metrics.Metric):
-    """How many rows were seen."""
+    """The number of rows."""
 
     def __init__(self):
         super().__init__(name="rows")
@@ -53,7 +53,7 @@ class _Rows(keras.metrics.Metric):
 
 
 class Recorder(keras.Sequential):
-    """Records which rows it is trained with, by their first column, and how often its step is traced."""
+    """Records the rows that it is trained with, by their first column, and the number of traces of its step."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -87,7 +87,7 @@ class TwoOptimizers(keras.Model):
 
 
 class InAFunction(keras.Model):
-    """A train_step that is decorated."""
+    """A train_step that is a tf.function."""
 
     def __init__(self):
         super().__init__()
@@ -148,10 +148,10 @@ _SOURCES = {
 
 
 def _compiled(strategy, make_model=None, optimizer=None, **arguments):
-    """A model in the strategy's scope, with the same weights on all ranks."""
+    """Returns a compiled model, made in the strategy's scope, with the same weights on all ranks."""
     with strategy.scope():
         keras_model = (make_model or _linear)()
-        keras_model(np.zeros((1, 3), np.float32))  # Builds it: else Keras takes batches of a generator for that.
+        keras_model(np.zeros((1, 3), np.float32))  # Otherwise Keras takes batches of a generator to build it.
         arguments.setdefault("loss", "mse")
         keras_model.compile(optimizer() if optimizer else keras.optimizers.SGD(0.02, momentum=0.5), **arguments)
     return keras_model
@@ -175,7 +175,7 @@ def _fit(model, epochs=1, **arguments):
 
 
 def _initial(model):
-    """What a step at a learning rate of zero leaves as it is: what is trained, and what belongs to a frozen layer."""
+    """Returns copies of the weights that a step at a learning rate of zero keeps: trained ones and a frozen layer's."""
     return [*_trained(model), *map(np.copy, model.layers[2].get_weights())]
 
 
@@ -184,14 +184,17 @@ def _trained(model):
 
 
 def _loss(model):
-    """Of all data, as in validation."""
+    """Returns the loss of all data, as in validation."""
     x, y = _data()
     return float(tf.reduce_mean(tf.square(model(x, training=False) - y)))
 
 
 class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
     def run_ranks(self, name, fn):
-        """What `fn(strategy)` returns on each rank; None where the strategy refuses, as its line in the table says."""
+        """Calls `fn(strategy)` on each rank; returns the results.
+
+        If the strategy's line in the table says that the strategy refuses, checks the errors and returns None.
+        """
         reason = MEMBERS[name].refuses.get(self._testMethodName.rstrip("0123456789"))
         if reason is None:
             return MEMBERS[name].run(fn)
@@ -207,20 +210,20 @@ class _OfAllMembers(tf.test.TestCase, parameterized.TestCase):
 
     def assert_own_rows(self, name, rank, seen):
         own = np.arange(_NUM_ROWS).reshape(_STEPS, NUM_RANKS, -1)[:, rank].ravel()
-        if _kind(name) == "canary" and 0 < len(seen) < own.size:  # It may pass over batches, but takes no others.
+        if _kind(name) == "canary" and 0 < len(seen) < own.size:  # It may skip batches, but takes only its own rows.
             self.assertContainsSubset(np.round(np.array(seen) * _NUM_ROWS), own)
         else:
             self.assertAllClose(np.array(seen) * _NUM_ROWS, own, atol=1e-3)
 
     def assert_steps(self, name, steps, expected):
-        if _kind(name) == "canary":  # It may drop steps.
+        if _kind(name) == "canary":  # Canary may drop steps.
             self.assertBetween(steps, 1, expected)
         else:
             self.assertEqual(steps, expected)
 
 
 class _Logs(keras.callbacks.Callback):
-    """The loss of each epoch: the sum of rows' losses and the rows of this rank, and what callbacks are told."""
+    """Records for each epoch the sum of losses and the number of rows of this rank, and the loss in `logs`."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +236,7 @@ class _Logs(keras.callbacks.Callback):
 
 @functools.cache
 def _one_training(name):
-    """What a user does with a model, one after the other: the results of each rank."""
+    """Runs typical uses of a model one after the other; returns the results of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         return MEMBERS[name].run(lambda s: _train_in_turn(s, pathlib.Path(folder, f"{s.rank}.keras")))
 
@@ -281,14 +284,14 @@ def _train_in_turn(strategy, path):
     _fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_begin=attempt)])
 
     model.layers[0].trainable = False
-    model.compile(keras.optimizers.Adam(0.02), "mse")  # Outside of the scope, as is easily done.
+    model.compile(keras.optimizers.Adam(0.02), "mse")  # Outside of the scope, an easy mistake.
     result["before"], logs = [layer.get_weights() for layer in model.layers], _Logs()
     _fit(model, callbacks=[logs])
     return result | {"frozen": [layer.get_weights() for layer in model.layers], "by default": logs.seen}
 
 
 class OneTrainingTest(_OfAllMembers):
-    """What holds of one training."""
+    """Tests of promises about the training in `_one_training`."""
 
     @_all_members
     def test_all_begin_with_rank_0s_weights(self, name):
@@ -308,7 +311,7 @@ class OneTrainingTest(_OfAllMembers):
 
     @_all_members
     def test_metrics_are_averaged(self, name):
-        """On request; and by default where ranks wait for each other anyhow."""
+        """Metrics are averaged on request, and by default if ranks wait for each other anyway."""
         of_ranks = _one_training(name)
         for key, are_averaged in {"averaged": True, "by default": MEMBERS[name].is_in_lock_step}.items():
             total, number, told = np.moveaxis([result[key] for result in of_ranks], -1, 0)  # [rank, epoch]
@@ -361,7 +364,7 @@ class OneTrainingTest(_OfAllMembers):
 
     @_all_members
     def test_one_stops_early(self, name):
-        """Where ranks wait for each other, all stop; otherwise the others go on."""
+        """If ranks wait for each other, all stop. Otherwise the others go on."""
         num_epochs = [result["epochs"] for result in _one_training(name)]
         self.assertEqual(num_epochs, [2, 2] if MEMBERS[name].is_in_lock_step else [4, 2])
 
@@ -555,7 +558,7 @@ class ContractTest(_OfAllMembers):
     @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_an_abort_is_heard_between_steps(self, name):
-        """Who is alone afterwards waits for nobody, and must raise all the same."""
+        """The other rank is alone afterwards and waits for no rank, but must raise the error, too."""
 
         def train(strategy):
             return error_of(_fit, _compiled(strategy), callbacks=[AbortOnRank1(strategy)])
@@ -569,7 +572,7 @@ class ContractTest(_OfAllMembers):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_an_exception_on_one_rank(self, name):
-        """It is what a lost rank is: an error of all, or the others go on and say so."""
+        """An exception has the effects of a lost rank: all raise, or the others go on and say so."""
 
         def train(strategy):
             membership = strategy.training.worker.membership
@@ -600,12 +603,12 @@ class ContractTest(_OfAllMembers):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_values_that_are_not_finite(self, name):
-        """They are told of, with the rank that sends them first; or they are an error of all, where that is wanted."""
+        """A warning names the rank that sends such values first. On request they are an error on all ranks."""
 
         def train(strategy, waits=False):
             membership = strategy.training.worker.membership
 
-            def wait(batch, logs):  # Where ranks wait for nobody, rank 0 might have ended before rank 1 fails.
+            def wait(batch, logs):  # Otherwise rank 0 might end before rank 1 fails.
                 if waits and (strategy.rank, batch) == (0, 3):
                     membership.wait_until(lambda: membership.departure(1), 60.0)
 
@@ -657,7 +660,7 @@ class ContractTest(_OfAllMembers):
     @pytest.mark.stress(but=1)
     @pytest.mark.slow(after=1)
     def test_an_optimizer_that_does_not_follow_the_weights(self, name):
-        """Ranks that average gradients only can use it."""
+        """Only strategies that average gradients accept such an optimizer."""
         averages_gradients = _kind(name) in ("pipe_sgd", "canary_synchronous")
 
         def train(strategy):
@@ -681,7 +684,7 @@ class ContractTest(_OfAllMembers):
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(after=2)
     def test_a_loop_that_does_not_go_through_run_is_refused(self, name):
-        """In a tf.function and without, in the scope and outside, made in the scope and not."""
+        """Also in a tf.function or eagerly, called in the scope or outside, made in the scope or outside."""
 
         def train(strategy):
             def step(model, optimizer):
@@ -737,7 +740,7 @@ class ContractTest(_OfAllMembers):
         if MEMBERS[name].num_devices == 1:
             self.assert_equal_weights([weights, expected])
         else:
-            self.assertAllClose(weights, expected, rtol=1e-6, atol=1e-6)  # Sums of halves of batches round elsewhere.
+            self.assertAllClose(weights, expected, rtol=1e-6, atol=1e-6)  # Sums of halves of batches round differently.
 
 
 if __name__ == "__main__":

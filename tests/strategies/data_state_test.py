@@ -1,4 +1,4 @@
-"""Which rows ranks train on, where data are hard to share: generators, shuffles, the tf.data service, ranks without."""
+"""Tests of rows with data that are hard to share: generators, shuffles, the tf.data service, ranks without data."""
 
 import os
 import pathlib
@@ -40,7 +40,7 @@ def _batch(index):
 
 
 def _slice(index, rank):
-    """The rows of a rank in a batch."""
+    """Returns the rows of a rank in a batch."""
     half = _BATCH_SIZE // NUM_RANKS
     first = index * _BATCH_SIZE + rank * half
     return list(range(first, first + half))
@@ -62,7 +62,7 @@ class GeneratorTest(tf.test.TestCase, parameterized.TestCase):
         for rank, (steps, next_rows) in enumerate(MEMBERS[name].run(run)):
             expected = [_slice(index, rank) for index in range(2 * _EPOCHS * _STEPS)]
             self.assertAllEqual(next_rows, _batch(2 * _EPOCHS * _STEPS)[0])
-            if not MEMBERS[name].is_in_lock_step:  # A slow rank may pass over steps.
+            if not MEMBERS[name].is_in_lock_step:  # A slow rank may skip steps.
                 expected = [each for each in expected if each in steps]
             self.assertEqual(steps, expected)
 
@@ -72,7 +72,7 @@ class ShuffleTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=3)
     @pytest.mark.stress(but=1)
     def test_without_a_seed_no_row_is_lost(self, name):
-        """All targets are alike, so that these do not tell of the order."""
+        """All targets are equal, so that ranks cannot detect the order from them."""
         tf.random.set_seed(None)
         num_rows = 24
 
@@ -90,7 +90,7 @@ class ShuffleTest(tf.test.TestCase, parameterized.TestCase):
             for steps in ranks:
                 half = len(steps) // _EPOCHS
                 self.assertNotEqual(steps[:half], steps[half:])
-        else:  # A slow rank may pass over steps.
+        else:  # A slow rank may skip steps.
             self.assertLessEqual(max(map(rows.count, rows)), _EPOCHS)
 
     def test_in_a_custom_loop(self):
@@ -105,13 +105,13 @@ class ShuffleTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ServiceTest(tf.test.TestCase, parameterized.TestCase):
-    """The tf.data service."""
+    """Tests with the tf.data service."""
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.slow(after=2)
     @pytest.mark.stress(but=1)
     def test_ranks_share_a_job(self, name):
-        """Each batch is read by one rank, which makes as many steps of it as there are ranks."""
+        """Only one rank reads a batch, and makes as many steps of it as there are ranks."""
         service = tf.data.experimental.service
         dispatcher = service.DispatchServer()
         worker = service.WorkerServer(service.WorkerConfig(dispatcher.target.partition("://")[-1]))
@@ -154,7 +154,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=2)
     @pytest.mark.stress(but=1)
     def test_rank_without_data(self, name):
-        """The rank raises; what others raise or log names the rank."""
+        """The rank raises an error. Errors or logs of the others name the rank."""
 
         def run(strategy):
             def make_dataset(context):
@@ -191,7 +191,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         self.assertRegex(first, "rank 1 of 2 has no data|the dataset only has 1 file")  # The latter is TensorFlow's.
 
     def test_models_for_one_batch_size(self):
-        """What the error says works."""
+        """The settings that the error recommends work."""
         x, y = np.ones((32, 3, 2), np.float32), np.ones((32, 1), np.float32)
 
         def run(strategy):

@@ -1,4 +1,4 @@
-"""Op determinism: two runs of a program are equal to the bit, however ranks wait for each other."""
+"""Tests of op determinism: two runs of a program are equal to the bit, in whatever order ranks come to their steps."""
 
 import os
 import tempfile
@@ -35,7 +35,7 @@ _CASES = {
 
 
 class Uneven(keras.callbacks.Callback):
-    """Computes something before some steps, so that ranks come to them in another order in each run."""
+    """Computes something before some steps, so that the order of ranks differs between runs."""
 
     def __init__(self, number):
         super().__init__()

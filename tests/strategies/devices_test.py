@@ -1,4 +1,4 @@
-"""Several devices in a process: one rank, which trains as with one device that has the rank's whole batch.
+"""Tests of a rank with several devices, which trains as with one device that has the rank's whole batch.
 
 Without GPUs, devices are logical ones of the processor. `make stress` runs the contract of all strategies with two
 devices in each rank.
@@ -26,7 +26,7 @@ from hop_tf.tools.testing import InProcessCluster
 from support import NUM_RANKS, ON_TWO_DEVICES, TWO_DEVICES, linear_loss
 
 _NUM_ROWS = 24
-_BATCH_SIZE = 8  # Of all ranks.
+_BATCH_SIZE = 8  # The global batch.
 
 
 def _rows():
@@ -35,7 +35,7 @@ def _rows():
 
 
 class OwnStep(keras.Sequential):
-    """A train_step that divides its loss by nothing."""
+    """A train_step that does not divide its loss."""
 
     def train_step(self, data):
         x, y = data
@@ -46,7 +46,7 @@ class OwnStep(keras.Sequential):
 
 
 class TwoOptimizers(keras.Sequential):
-    """An optimizer for each layer."""
+    """A model with an optimizer for each layer."""
 
     def compile(self, optimizer, **arguments):
         super().compile(optimizer, **arguments)
@@ -65,7 +65,7 @@ def _momentum(**arguments):
     return keras.optimizers.SGD(0.05, momentum=0.9, **arguments)
 
 
-# What is trained, and how. By name: arguments of `_train`.
+# Ways to train: arguments of `_train` by name.
 _CASES = {
     "momentum": {},
     "adam": {"optimizer": lambda: keras.optimizers.Adam(0.02)},
@@ -92,13 +92,13 @@ _CASES = {
         ]
     },
 }
-_TOLERANCES = {"float16": 5e-3, "bfloat16": 3e-2, "several_types": 3e-2}  # A graph may round elsewhere.
+_TOLERANCES = {"float16": 5e-3, "bfloat16": 3e-2, "several_types": 3e-2}  # A graph may round differently.
 
 
 def _train(
     strategy, optimizer=_momentum, kind=keras.Sequential, batch_size=_BATCH_SIZE, policy=None, layers=(), **arguments
 ):
-    """Weights, slots, the epochs' metrics, and what `evaluate` and `predict` return."""
+    """Trains; returns weights, slots, the epochs' metrics, and the results of `evaluate` and `predict`."""
     with strategy.scope():
         kernels = [keras.initializers.RandomNormal(seed=seed) for seed in (1, 2)]
         dense = [
@@ -118,7 +118,7 @@ def _train(
 
 @functools.cache
 def _trained_by_one_device(name):
-    """Under no strategy."""
+    """Trains without a strategy."""
     return _train(tf.distribute.get_strategy(), **_CASES[name])
 
 
@@ -127,7 +127,7 @@ _NCCL_TYPES = next(attr for attr in op_def_registry.get("NcclAllReduce").attr if
 
 
 def _all_sum(tensors):
-    """In the place of that of NCCL: it, too, waits for all devices, of which TensorFlow leaves out those not needed."""
+    """Replaces NCCL's sum: it also waits for all devices. TensorFlow leaves out devices that are not needed."""
     key = next(_instance_keys)
     sums = []
     for tensor in tensors:
@@ -154,8 +154,8 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
         for mine, other in zip(tf.nest.flatten(computed), tf.nest.flatten(expected), strict=True):
             self.assertAllClose(mine, other, rtol=tolerance, atol=tolerance)
 
-    # Eager steps are tested in `contract_processes_test.py`: these ranks are threads, and where two make eager steps on
-    # logical devices, TensorFlow takes a shape of the other's now and then, also without hop_tf.
+    # Eager steps are tested in `contract_processes_test.py`, because these ranks are threads. If two threads make eager
+    # steps on logical devices, TensorFlow sometimes takes a shape of the other one, also without hop_tf.
     @parameterized.parameters(*(name for name in _CASES if name != "run_eagerly"))
     @pytest.mark.stress
     def test_ranks_with_two_devices_train_as_one_device_with_the_whole_batch(self, name):
@@ -177,7 +177,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(name=["momentum", "accumulation", "loss_scale", "several_types"], num_ranks=[NUM_RANKS, 1])
     @pytest.mark.stress
     def test_sums_that_are_there_on_all_devices(self, name, num_ranks):
-        """As NCCL leaves them."""
+        """NCCL leaves sums on all devices."""
         with (
             mock.patch.object(devices, "_have_nccl", lambda devices: True),
             mock.patch.object(nccl_ops, "all_sum", _all_sum),
@@ -192,7 +192,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
                 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
                 model.compile("sgd", "mse")
             model.fit(*_rows(), batch_size=_BATCH_SIZE, verbose=0)
-            return strategy.report()["bytes_sent_on_lane_1"]  # All arrays.
+            return strategy.report()["bytes_sent_on_lane_1"]  # The bytes of all arrays.
 
         of_one, of_two = (
             InProcessCluster(NUM_RANKS, _CountedDevices(dict.fromkeys(range(2), names))).run(run)
@@ -202,7 +202,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(of_one, of_two)
 
     def test_moving_statistics_are_means_over_devices(self):
-        """Each device normalizes by its own rows, as each rank does."""
+        """Each device normalizes with the statistics of its own rows, as each rank does."""
         x, _ = _rows()
         strategy = hop_tf.HopStrategy(devices=TWO_DEVICES)
         with strategy.scope():
@@ -268,7 +268,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((2, 2, True), (2, 4, False), (1, 1, False), (0, 0, False))
     def test_takes_the_gpus_that_a_program_has_not_hidden(self, num_visible, num_logical, has_nccl):
-        """Of four; the visible ones may be split."""
+        """There are four GPUs. Visible ones may be split."""
         logical = [tf.config.LogicalDevice(f"/device:GPU:{index}", "GPU") for index in range(num_logical)]
         with (
             mock.patch.object(tf.config, "list_physical_devices", lambda kind: [None] * 4),
@@ -282,7 +282,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(["CPU:1"], TWO_DEVICES)
     def test_own_variables_are_where_the_strategy_says(self, *names):
-        """`tf.data` could not read shares of a batch on a GPU."""
+        """`tf.data` cannot read shares of a batch on a GPU."""
         with hop_tf.HopStrategy(devices=names).scope(), tf.device("/cpu:0"):
             variable = tf.Variable(0, name="hop_tf_shares")
         self.assertEndsWith(variable.device, "CPU:0")
@@ -292,7 +292,7 @@ _RATE = 0.05
 
 
 class Recorder(keras.Sequential):
-    """Knows the gradients of a linear loss, computed by NumPy, of all that its devices have trained on."""
+    """Records the gradients of a linear loss, computed by NumPy, of all rows of its devices."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -309,7 +309,7 @@ def _gradient(x, y):
 
 @functools.cache
 def _linear_gradients():
-    """[step, rank, input, 1]; of two epochs."""
+    """Returns the gradients of two epochs: [step, rank, input, 1]."""
     of_epoch = [[_gradient(*half) for half in _halves(step)] for step in range(_NUM_ROWS // _BATCH_SIZE)]
     return np.array(of_epoch * 2)
 
@@ -320,7 +320,7 @@ def _halves(step):
 
 
 def _train_kernel(strategy):
-    """A kernel after `fit`, and after `synchronize`."""
+    """Trains; returns the kernel after `fit`, and after `synchronize`."""
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = Recorder([keras.Input((3,)), layer])
@@ -332,9 +332,9 @@ def _train_kernel(strategy):
 
 
 class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
-    """Each strategy, with two devices in each rank, moves a kernel as its definition says.
+    """Tests that each strategy, with two devices in each rank, moves a kernel as its definition says.
 
-    With a linear loss gradients do not depend on weights. So all that is merged adds up, whatever was merged when.
+    With a linear loss gradients do not depend on weights. So merged gradients add up in any order.
     """
 
     def run_ranks(self, name, **settings):
@@ -374,7 +374,7 @@ class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_canary(self):
-        """It adds the steps that ranks have made: they may pass over some."""
+        """Canary adds the steps that ranks have made. Ranks may skip some."""
         of_ranks = self.run_ranks("canary", codec=None)
         expected = -_RATE * np.mean([made for _, _, made in of_ranks], axis=0)
         for own, _, _ in of_ranks:
@@ -382,10 +382,10 @@ class ReferenceTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class LoopTest(tf.test.TestCase):
-    """Custom loops, whose batches have a part for each device."""
+    """Tests of custom loops, whose batches have a part for each device."""
 
     def test_what_a_step_makes_is_there_before_it_runs(self):
-        """Weights, so that ranks can begin with the same ones; and slots, of which a pipeline keeps what they were."""
+        """Weights exist early, so that ranks can begin with equal ones. So do slots, because a pipeline copies them."""
 
         def train(strategy):
             with strategy.scope():

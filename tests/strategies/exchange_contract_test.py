@@ -1,11 +1,11 @@
-"""What holds of every `Exchange`, on a virtual clock: one table of exchanges, one test for each promise.
+"""Tests of the promises of every `Exchange`, on a virtual clock: one table of exchanges, one test for each promise.
 
-A run is a few steps of three ranks, disturbed at any message, or between any two events: a message is late, a link goes
-down or delivers nothing more, a rank dies, or leaves as where its `fit` is interrupted. What comes back is compared
-with the scheme's rule in NumPy. Nobody waits for ever: the clock would say so.
+A run is a few steps of three ranks, disturbed at any message, or between any two events. A message is late, a link
+fails or no longer delivers, a rank dies, or a rank leaves as if its `fit` were interrupted. The results are compared
+with the scheme's rule in NumPy. If a rank waited for ever, the clock would raise an error.
 
-A new exchange is a line of `MEMBERS`. If it averages, `Averages` drives it and knows what comes back. Else it needs a
-class like that: what the scheme's half of the graph does, and the rule.
+A new exchange is a line of `MEMBERS`. If the exchange averages, `Averages` drives it and knows the results. Otherwise
+the exchange needs a similar class: with the calls of the scheme's half of the graph, and the rule.
 """
 
 import abc
@@ -63,27 +63,27 @@ _GROUP = "group"
 _RANKS = range(3)
 _UNIT = 6  # Whole multiples of it have exact means over one, two and three ranks.
 _OPTIONS = CommunicationOptions(timeout_seconds=6, progress_timeout_seconds=15)
-_DELAY_SECONDS = 9.0  # So late is a message, and others wait for longer.
+_DELAY_SECONDS = 9.0  # Delay of a late message. Ranks wait for longer.
 _DETECTION_SECONDS = 2.0
 _LIMIT_SECONDS = 300.0
-# The places where a run can be disturbed are divided into so many parts; of the first one, which has so many places,
-# `make test` tests all, and `make stress` tests the others.
+# The places where a run can be disturbed are divided into `_NUM_PARTS` parts. `make test` tests the first part, which
+# has `_NUM_IN_FIRST_PART` places. `make stress` tests the others.
 _NUM_PARTS = 8
 _NUM_IN_FIRST_PART = 4
 _TIMES_OF_WINDOWS = Autotuner.spec(len(_RANKS), tf.float32, exact=True)
 
 
 class Training(abc.ABC):
-    """One process of a rank: what a scheme's half of the graph and `ExchangeRunner` do around an exchange.
+    """One process of a rank, which calls an exchange as a scheme's half of the graph and `ExchangeRunner` do.
 
     Attributes:
-      specs: What is exchanged.
+      specs: Specs of the exchanged tensors.
       exchange: The exchange; None before its first session has begun.
-      session: The running one.
-      error: What has ended this rank's part in the job.
-      has_ended: Whether it has made all steps, but for those of sessions that it was to leave.
-      left: Sessions that it was to leave before their end.
-      sent: By session, in how many steps it says to have taken part.
+      session: Number of the running session.
+      error: The error that has ended this rank's part in the job.
+      has_ended: True if the rank has made all steps, except in sessions that it was to leave.
+      left: Sessions that the rank was to leave before their end.
+      sent: By session, the number of steps in which the rank says to have taken part.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -160,21 +160,21 @@ class Training(abc.ABC):
             self.sent[self.session] = self.exchange.sent_rounds
 
     def interrupt(self):
-        """As an exception in its `fit` does."""
+        """Interrupts the rank as an exception in its `fit` does."""
         self._leaves = True
         self.membership.interrupt()
 
     # Steps.
 
     def begin(self):
-        """The exchange was made."""
+        """Called when the exchange was made."""
 
     @abc.abstractmethod
     def make_steps(self):
         """Makes the steps of a session."""
 
     def steps(self):
-        """Those that are to be made: until it leaves. Each takes some time."""
+        """Yields the steps to make, until the rank leaves. Each step takes some time."""
         for step in range(self.run.num_steps):
             if self._leaves:
                 return
@@ -182,7 +182,7 @@ class Training(abc.ABC):
             yield step
 
     def hand_out(self, step, segment, buckets):
-        """What comes back; None where that is to come, or was interrupted."""
+        """Enqueues a step's buckets; returns the result, or None if the result comes later or was interrupted."""
         for bucket in buckets:
             bucket.flags.writeable = False
         outgoing = Outgoing(step, segment, tuple(buckets))
@@ -196,7 +196,7 @@ class Training(abc.ABC):
         return None
 
     def _step(self, outgoing):
-        """As `ExchangeRunner` does."""
+        """Calls the exchange as `ExchangeRunner` does."""
         if not self._is_interrupted:
             try:
                 incoming = self.exchange.step(outgoing)
@@ -213,7 +213,7 @@ class Training(abc.ABC):
         assert (incoming.step, incoming.segment) == (outgoing.step, self.segment_back(outgoing))
         self.take(outgoing, incoming)
         for bucket in incoming.buckets:
-            bucket.flags.writeable = False  # They are the graph's now.
+            bucket.flags.writeable = False  # The graph owns the buckets now.
 
     def _step_on_thread(self, outgoing):
         try:
@@ -228,39 +228,39 @@ class Training(abc.ABC):
             self._monitor.wait(0.0)
         self.membership.check()
 
-    # What comes back.
+    # Results.
 
     def segment_back(self, outgoing):
-        """The segment of what comes back."""
+        """Returns the segment of the result."""
         return outgoing.segment
 
     def take(self, outgoing, incoming):
-        """Notes a copy of what has come back."""
+        """Keeps a copy of a result."""
 
     def check_no_op(self, outgoing, incoming):
-        """The result of a step that was interrupted changes nothing: where changes come back, they are zero."""
+        """Checks that the result of an interrupted step changes nothing. If results are changes, they are zero."""
         for bucket in incoming.buckets:
             np.testing.assert_array_equal(bucket, 0)
 
     @classmethod
     @abc.abstractmethod
     def check(cls, run):
-        """All that has come back is what the scheme's rule gives, and nothing is missing of those that have ended."""
+        """Checks that all results follow the scheme's rule, and that ranks that have ended have all results."""
 
     @classmethod
     def check_undisturbed(cls, run):
-        """What is counted where nothing is wrong."""
+        """Checks the counters of a run that was not disturbed."""
         for training in run.ranks:
             assert training.sent == dict.fromkeys(run.sessions, run.num_steps)
 
     def check_steps(self, results):
-        """Those that have ended have made all steps; `results` are by session and step."""
+        """Checks that a rank that has ended has made all steps; `results` are by session and step."""
         for session in set(self.run.sessions) - self.left if self.has_ended else ():
             assert [step for each, step in results if each == session] == list(range(self.run.num_steps))
 
 
 class Averages(Training):
-    """The mean of what all ranks that take part hand out comes back, equal to the bit on all of them."""
+    """The result is the mean over the ranks that take part, equal to the bit on all of them."""
 
     specs = (
         TensorSpec("kernel", (20, 2), tf.float32),
@@ -270,7 +270,7 @@ class Averages(Training):
 
     def __init__(self, run, rank):
         super().__init__(run, rank)
-        # Of each segment of a step, or of the only one, the tensors.
+        # The tensors of each segment of a step.
         self.members = [list(range(len(self.packing.specs)))]
         self._means = collections.defaultdict(dict)  # By session and step.
 
@@ -310,7 +310,7 @@ class Averages(Training):
             np.testing.assert_array_equal(own, same)
 
     def expected(self, mean, own, exact):
-        """What comes back where that is the mean of a tensor."""
+        """Returns the expected result if `mean` is the mean of a tensor."""
         del own, exact
         return mean
 
@@ -328,7 +328,7 @@ class Averages(Training):
         assert self in present
         values = {other: other._values(session, step)[index] for other in present}
         exact = self.packing.specs[index].exact
-        # Where others go on, one that was lost may have a part in it, or not.
+        # If the others go on, a lost rank may have a part in the mean, or not.
         lost = [other for other in present if other is not self and other._is_lost()]
         ways = [
             self.expected(sum(values[other] for other in of_way) / len(of_way), values[self], exact)
@@ -342,17 +342,20 @@ class Averages(Training):
             self._check_alike(session, step, index, mean)
 
     def _check_alike(self, session, step, index, mean):
-        """It is the same on all ranks that are left, to the bit."""
+        """Checks that the mean is the same on all remaining ranks, to the bit."""
         for other in [] if self._is_lost() else [other for other in self.run.ranks if not other._is_lost()]:
             np.testing.assert_array_equal(mean, other._means[session, step].get(index, mean))
 
     def _is_lost(self):
-        """Whether others may have gone on without it; it may have heard of that when it had ended."""
+        """True if others may have gone on without this rank. The rank may have heard of that only after its end."""
         is_gone = self.rank in self.run.died or self.error is not None or self.membership.is_given_up
         return self.run.member.continues and is_gone
 
     def _takes_part(self, session, step, index):
-        """All do, unless one says, by leaving, that it does not: where one is lost and all raise, there is no mean."""
+        """True unless the rank has left and thereby said that it takes no part.
+
+        If a rank is lost and all raise, there is no mean.
+        """
         segment = next(number for number, members in enumerate(self.members) if index in members)
         return session not in self.left or self.sent[session] > step * len(self.members) + segment
 
@@ -363,7 +366,7 @@ class Averages(Training):
 
 
 class AveragesGradients(Averages):
-    """The same, where changes of moving statistics come back without the rank's own."""
+    """As `Averages`, but results for moving statistics are changes without the rank's own."""
 
     def expected(self, mean, own, exact):
         return mean - own if exact else mean
@@ -373,21 +376,21 @@ class AveragesGradients(Averages):
 
 
 class AveragesAndChooses(AveragesGradients):
-    """The same, where ranks choose how they average: another way than others in the same step would never end."""
+    """As `AveragesGradients`, but ranks choose how they average. A step with different choices would never end."""
 
     def _values(self, session, step):
         *tensors, _, rates = super()._values(session, step)
         return [*tensors, np.zeros(Autotuner.spec(len(_RANKS)).num_elements), rates]
 
     def _check_mean(self, session, step, index, mean):
-        if self.packing.specs[index] == Autotuner.spec(len(_RANKS)):  # Times that were measured.
+        if self.packing.specs[index] == Autotuner.spec(len(_RANKS)):  # Measured times.
             self._check_alike(session, step, index, mean)
         else:
             super()._check_mean(session, step, index, mean)
 
 
 class AveragesWindowsAndChooses(Averages):
-    """The same of windows, where the schedule that ranks have chosen comes back in the place of their times."""
+    """As `Averages`, but of windows. The result has the schedule that ranks have chosen instead of their times."""
 
     def _values(self, session, step):
         *tensors, _, counts = super()._values(session, step)
@@ -401,9 +404,9 @@ class AveragesWindowsAndChooses(Averages):
 
 
 class Mixes(Training):
-    """Hop on a complete graph: a rank's parameters become the mean of all that took part, then it adds its own change.
+    """Hop on a complete graph: a rank averages the parameters of all that took part, then adds its own change.
 
-    Where others take no part, the rank's own parameters take their place in the mean.
+    The rank's own parameters replace those of ranks that take no part.
     """
 
     specs = (TensorSpec("x", (16,), tf.float32),)
@@ -436,7 +439,10 @@ class Mixes(Training):
                 assert any(np.allclose(mixed, expected, rtol=1e-5, atol=1e-4) for expected in ways)
 
     def _ways(self, session, step):
-        """Yields what comes of the updates that may have been used: of those that have come all but the backup ones."""
+        """Yields the result for each set of updates that the rank may have used.
+
+        A set contains all updates that surely came, except up to `_num_backup` of them.
+        """
         sent = [other for other in self.run.ranks if other is not self and other.sent[session] > step]
         surely = {other for other in sent if not self._may_lack(other, step >= other.sent[session] - 2)}
         for number in range(len(sent) + 1):
@@ -445,7 +451,7 @@ class Mixes(Training):
                     yield self._mix([other._x[session, step] for other in used], self._x[session, step])
 
     def _may_lack(self, other, is_late):
-        """Whether an update need not have come: its link has gone down, or it was sent right before its rank died."""
+        """True if an update may be missing: its link has failed, or its rank died right after sending."""
         reaches = self.run.died.get(other.rank)
         return other.rank in self.run.cut or (is_late and reaches is not None and self.rank not in reaches)
 
@@ -460,7 +466,7 @@ class Mixes(Training):
 
 
 class MixesWithBackup(Mixes):
-    """The same, where the updates of all but one are waited for, and those that have come count alike."""
+    """As `Mixes`, but ranks wait for the updates of all but one, and updates that have come count equally."""
 
     _num_backup = 1
 
@@ -469,9 +475,9 @@ class MixesWithBackup(Mixes):
 
 
 class Merges(Training):
-    """Canary: weights are the sum of all contributions, over the number of ranks. Each of them counts once.
+    """Canary: weights are the sum of all contributions, over the number of ranks. Each contribution counts once.
 
-    What a rank contributes is 6 times a power of 1024: the digits of a weight tell how much of whose is in it.
+    Contributions of a rank are 6 times a power of 1024, so the digits of a weight show each rank's part.
     """
 
     specs = tuple(TensorSpec(name, (24,), tf.float64) for name in "ab")
@@ -480,14 +486,14 @@ class Merges(Training):
 
     def __init__(self, run, rank):
         super().__init__(run, rank)
-        # By session, and, what was contributed, by colayer. Weights at rest are those that are evened out in the end.
+        # By session; contributions also by colayer. Weights at rest are those before the final mean.
         self._contributed, self._at_rest, self._finals, self._num_lost = collections.Counter(), {}, {}, {}
 
     def begin(self):
         replica = self.exchange.replica
         begin = replica.begin
 
-        def record(weights):  # The last time that it begins anew is when the mean of all is known.
+        def record(weights):  # The last call is the one with the final mean.
             self._at_rest[self.session] = None if replica.weights is None else replica.weights[0].copy()
             begin(weights)
 
@@ -526,12 +532,12 @@ class Merges(Training):
         return self.exchange.merge_segment if is_last else outgoing.segment
 
     def check_no_op(self, outgoing, incoming):
-        """Weights come back."""
+        """Checks nothing: results are weights, not changes."""
 
     @classmethod
     def check(cls, run):
         for session in run.sessions:
-            # Others may have ended without one that they have given up, and that has heard of it too late.
+            # Others may have ended without a rank that they gave up, and that heard of it too late.
             ended = [each for each in run.ranks if session in each._finals and not each.membership.is_given_up]
             for training in run.ranks:
                 assert not training.has_ended or session in training._finals or session in training.left
@@ -550,7 +556,7 @@ class Merges(Training):
             assert np.all(found <= contributed)
             if other is self:
                 num_missing += (contributed - found[0]) * len(_RANKS) // _UNIT
-            if other.rank in ended and piece.root in ended:  # Nobody on the way has gone.
+            if other.rank in ended and piece.root in ended:  # No rank on the path has gone.
                 np.testing.assert_array_equal(found, contributed)
         if not self.run.cut and len(self.run.sessions) == 1:
             assert num_missing == self._num_lost[session]
@@ -558,14 +564,14 @@ class Merges(Training):
     @classmethod
     def check_undisturbed(cls, run):
         for training in run.ranks:
-            assert training.sent == dict.fromkeys(run.sessions, 1)  # That is the end.
+            assert training.sent == dict.fromkeys(run.sessions, 1)  # The final segment only.
             assert training._num_lost == dict.fromkeys(run.sessions, 0)
 
 
 class Pushes(Training):
-    """SHAT: the servers' model is less by the sum of all gradients. Each of them counts once, as it comes.
+    """SHAT: the servers subtract all gradients from their model. Each gradient counts once, when it comes.
 
-    A gradient is a power of 64, times 6: the digits tell how much of whose was applied.
+    A gradient is 6 times a power of 64, so the digits show how much of each rank's was applied.
     """
 
     specs = (TensorSpec("w", (16,), tf.float32),)
@@ -573,7 +579,7 @@ class Pushes(Training):
 
     def __init__(self, run, rank):
         super().__init__(run, rank)
-        self._applied = {}  # By session and step, of each rank.
+        self._applied = {}  # By session and step, the sum of each rank's applied gradients.
 
     def begin(self):
         _, (variable,) = _model(self.rank, self.specs)
@@ -587,7 +593,7 @@ class Pushes(Training):
                 bucket.fill(0)
             buckets[0][:] = _UNIT * self._BASE**self.rank
             bucket, where = self.packing.place(1)
-            buckets[bucket][where] = 1.0, True  # The rate, and that it counts.
+            buckets[bucket][where] = 1.0, True  # The rate, and True because the gradient counts.
             self.hand_out(step, 0, buckets)
 
     def take(self, outgoing, incoming):
@@ -614,12 +620,12 @@ class Pushes(Training):
             training._check_dropped(sum(training.sent.values()), latest, most)
 
     def _check_dropped(self, num_pushed, applied, most):
-        """What was pushed right before its rank went may have been dropped."""
+        """Checks that at most `most` pushes are missing: those right before the rank left may have been dropped."""
         assert 0 <= num_pushed - applied[self.rank] / _UNIT <= most
 
 
 class PushesTogether(Pushes):
-    """The same, where the mean of what all have pushed is applied, and then all are answered."""
+    """As `Pushes`, but a server applies the mean of all ranks' pushes, and then answers all."""
 
     @classmethod
     def _check_applied(cls, run):
@@ -635,7 +641,7 @@ class PushesTogether(Pushes):
             for training in run.ranks:
                 num_sent = training.sent[session]
                 assert training.rank not in present or step < num_sent
-                # What was pushed right before its rank went may have been dropped.
+                # A push right before its rank left may have been dropped.
                 assert training.rank in present or (step >= num_sent - 1 and (session, step) not in training._applied)
 
 
@@ -646,7 +652,7 @@ def _values(rank, session, step, size):
 
 @functools.cache
 def _model(rank, specs):
-    """A rank's optimizer and variables, for all runs: exchanges only read them, but for SHAT's."""
+    """Returns a rank's optimizer and variables for all runs. Only SHAT's exchanges write to them."""
     variables = [keras.Variable(np.zeros(spec.shape), dtype=spec.dtype.name) for spec in specs]
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([variable for variable, spec in zip(variables, specs, strict=True) if not spec.exact])
@@ -655,18 +661,18 @@ def _model(rank, specs):
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """An exchange, and what it promises.
+    """An exchange and its promises.
 
     Attributes:
-      make: Makes it, of an `ExchangeContext`.
-      training: What drives it, and knows what comes back.
-      step_seconds: How long a step computes, on average: messages take 0.1 s.
-      continues: Whether the others go on without a rank that was lost; else all raise.
-      beside: What travels beside the variables.
-      value_beside: What that is on a rank.
-      num_servers: Parameter servers.
-      also_raises: What an error says that is not about a rank, or comes though others go on.
-      keeps_means: Whether it keeps the last means, for others, until it is closed.
+      make: Makes the exchange of an `ExchangeContext`.
+      training: Class that drives the exchange and knows the expected results.
+      step_seconds: Mean computing time of a step. Messages take 0.1 s on average.
+      continues: True if the others go on without a lost rank. Otherwise all raise.
+      beside: Specs of the metadata that travel with the variables.
+      value_beside: Called with a rank; returns its metadata.
+      num_servers: Number of parameter servers.
+      also_raises: Text of an error that names no lost rank, or that is raised although others go on.
+      keeps_means: True if the exchange keeps the last means for other ranks until it is closed.
     """
 
     make: Callable[[ExchangeContext], Exchange]
@@ -689,7 +695,7 @@ def _pipe_sgd(context):
     return PipeSGDExchange(context, settings)
 
 
-# Of three steps, the last one goes another way, if communication takes long.
+# If communication takes long, the last of three steps uses another algorithm or schedule.
 _HASTY = Pace(skipped=0, measured=1, block=1, long_seconds=math.inf)
 
 
@@ -776,7 +782,7 @@ _CHOICES = {
     "beside": (Autotuner.spec(len(_RANKS)), CommonRate.spec(len(_RANKS))),
     "value_beside": _rates,
 }
-_WINDOWS = {  # Several are under way at a time.
+_WINDOWS = {  # Several windows are in flight at a time.
     "step_seconds": 0.05,
     "beside": (TensorSpec("counts", (1,), tf.float32, exact=True),),
     "value_beside": lambda rank: np.ones(1, np.float32),
@@ -787,7 +793,7 @@ _CHOSEN_WINDOWS = {
     "beside": (_TIMES_OF_WINDOWS, *_WINDOWS["beside"]),
 }
 _CONTINUES = {"continues": True, "keeps_means": True}
-# It trains with a server, which is no rank: what that does is a part of each step.
+# Ranks train with a server, which is no rank. Its work is a part of each step.
 _SERVED = {
     "continues": True,
     "beside": (TensorSpec("beside", (2,), tf.float32, exact=True),),
@@ -823,24 +829,24 @@ class Run:
     """Ranks that make some steps.
 
     Args:
-      name: Of the member.
-      fate: `fate(run, number, sender, receiver, seconds)` is how long a message takes. Default: so many seconds.
-      has_deadlines: Whether there are deadlines.
-      num_sessions: How often all begin.
-      num_steps: Steps of a session.
-      seed: Of durations and links.
+      name: Name of the member.
+      fate: `fate(run, number, sender, receiver, seconds)` returns a message's travel time. Default: `seconds`.
+      has_deadlines: True if the ranks have deadlines.
+      num_sessions: Number of sessions.
+      num_steps: Number of steps of a session.
+      seed: Seed of durations and links.
 
     Attributes:
-      ranks: What each does.
-      durations: Of computations, by rank and step.
-      num_messages: So many were sent.
+      ranks: The `Training` of each rank.
+      durations: Computing times, by rank and step.
+      num_messages: Number of messages that were sent.
       begun: Ranks that have made their exchange.
-      all_had_begun: Whether all had when one of them was disturbed.
-      died: Those that were killed, and whom what they had sent last has reached: see `VirtualCluster.kill`.
-      cut: The two whose link has gone down, or the one that delivers nothing more to the other; or nobody.
-      lost_at: When that was.
-      ended_at: When ranks have ended.
-      live_bytes: What was in use when all had ended, before they closed anything; without what members may keep.
+      all_had_begun: True if all ranks had begun when one of them was disturbed.
+      died: By killed rank, the ranks that its last messages have reached: see `VirtualCluster.kill`.
+      cut: The two ranks whose link has failed; or the rank that no longer delivers, and its receiver; or empty.
+      lost_at: Time at which the link failed.
+      ended_at: By rank, the time of its end.
+      live_bytes: Bytes in use after all had ended and before they closed anything, without kept means.
     """
 
     def __init__(self, name, fate=None, *, has_deadlines=False, num_sessions=1, num_steps=3, seed=0):
@@ -880,7 +886,7 @@ class Run:
         return self
 
     def wait_until_over(self, training):
-        """Waits until all have ended, and what was sent by then has come."""
+        """Waits until all ranks have ended, and all messages sent by then have arrived."""
         self._gone.add(training.rank)
         self._end_if_over()
         while not self._is_over:
@@ -898,10 +904,10 @@ class Run:
         self._is_over = True
         self._monitor.notify_all()
 
-    # What goes wrong.
+    # Disturbances.
 
     def before_event(self, number, act, *arguments):
-        """The run, where `act` is called between two events."""
+        """Schedules a call of `act` between two events; returns the run."""
         self.cluster.scheduler.call_before_event(number, functools.partial(act, *arguments))
         return self
 
@@ -927,7 +933,7 @@ class Run:
         self.cut, self.lost_at = (rank, other), self.cluster.scheduler.now
 
     def _tell_servers_later(self, rank, seconds):
-        """A server looks now and then whether workers are there."""
+        """Lets the servers forget a rank later, because they check only now and then if workers are alive."""
         for server in self._servers:
             forget = functools.partial(server.forget, rank, f"rank {rank} is not there any more")
             self.cluster.scheduler.call_at(self.cluster.scheduler.now + seconds, forget)
@@ -935,13 +941,13 @@ class Run:
 
 @functools.cache
 def _undisturbed(name, **arguments):
-    """The numbers of messages and events of a run."""
+    """Returns the numbers of messages and events of an undisturbed run."""
     run = Run(name, **arguments)()
     return run.num_messages, run.cluster.scheduler.num_events
 
 
 def _some(number, part):
-    """A part of the numbers below; all parts together have each of them once."""
+    """Returns one of `_NUM_PARTS` random parts of the numbers below `number`. Each number is in exactly one part."""
     first, others = np.split(np.random.default_rng(_SEED).permutation(number), [_NUM_IN_FIRST_PART])
     return (others[part - 1 :: _NUM_PARTS - 1] if part else first).tolist()
 
@@ -952,7 +958,7 @@ _disturbed = parameterized.product(part=list(range(_NUM_PARTS)), name=list(MEMBE
 class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.enter_context(logging_disabled())  # Each loss would be logged by everyone.
+        self.enter_context(logging_disabled())  # Otherwise every rank would log each loss.
 
     def assert_all_end(self, run):
         run.member.training.check(run)
@@ -961,7 +967,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
             self.assertTrue(training.has_ended)
 
     def assert_all_end_or_raise(self, run, lost):
-        """Each of those that live: an error is one that is documented, and names one of `lost`."""
+        """Checks that each living rank has ended or raised a documented error, or one that names one of `lost`."""
         run.member.training.check(run)
         names = [f"rank {rank} " if rank in _RANKS else f"ps {rank - len(_RANKS)} " for rank in lost]
         for training in run.ranks:
@@ -974,12 +980,12 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     def is_documented(self, run, error):
         return run.member.also_raises is not None and run.member.also_raises in str(error)
 
-    # Nothing is wrong.
+    # Undisturbed runs.
 
     @parameterized.product(seed=list(range(8)), name=list(MEMBERS))
     @pytest.mark.stress(but=9)
     def test_steps_of_two_sessions(self, seed, name):
-        """Nothing is kept, nor taken any more: no array, and no message."""
+        """After the sessions, no array is in use, and no message or queue is left."""
         run = Run(name, num_sessions=2, seed=seed)()
         self.assert_all_end(run)
         run.member.training.check_undisturbed(run)
@@ -995,7 +1001,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=8)
     def test_a_message_is_late(self, name, part):
-        """By less than others wait: it changes when steps end, and where that does not matter, nothing else."""
+        """The delay is shorter than others wait. It changes times of steps, and only results that depend on times."""
         for late in _some(_undisturbed(name)[0], part):
             with self.subTest(message=late):
 
@@ -1007,7 +1013,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     @_disturbed
     @pytest.mark.stress(after=4)
     def test_a_link_goes_down(self, name, part):
-        """Each of two ranks is silent to the other one, which is an error, or a rank less, when that is noticed."""
+        """Two ranks are silent to each other. When that is noticed, ranks raise, or go on without one of the two."""
         for first in _some(_undisturbed(name)[0], part):
             with self.subTest(message=first):
 
@@ -1023,7 +1029,7 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     @_disturbed
     @pytest.mark.stress(after=4)
     def test_a_rank_delivers_nothing_more_to_another_one(self, name, part):
-        """Though it lives, which is an error in the end. Who waits longest for whom may be others."""
+        """The sender lives. Ranks that wait too long raise an error, which may name any rank."""
         for first in _some(_undisturbed(name)[0], part):
             with self.subTest(message=first):
 
@@ -1041,13 +1047,13 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
             if training.error is not None:
                 self.assertLess(run.ended_at[training.rank], run.lost_at + deadline + 5)
 
-    # A rank goes.
+    # A rank dies or leaves.
 
     @_disturbed
     @pytest.mark.stress(after=4)
     def test_a_rank_dies(self, name, part):
         for event in _some(_undisturbed(name)[1], part):
-            # What it has sent last reaches all, nobody, or one of the others.
+            # The rank's last messages reach all, none, or one of the others.
             rank, turn = event % len(_RANKS), event // len(_RANKS) % 3
             reaches = (None, (), ((rank + 1) % len(_RANKS),))[turn]
             with self.subTest(event=event, rank=rank, reaches=reaches):
@@ -1062,9 +1068,9 @@ class ExchangeContractTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=3)
     @pytest.mark.slow(after=7)
     def test_a_rank_leaves(self, name, part):
-        """The others go on; and all take part again in the next session, in which nothing of the one before is kept.
+        """The others go on. All take part again in the next session, which keeps nothing of the previous one.
 
-        If it leaves while ranks meet for the first session, others may wait for it until their deadline.
+        If the rank leaves while ranks meet for the first session, others may wait for it until their deadline.
         """
         arguments = {"num_sessions": 2, "num_steps": 2, "has_deadlines": True}
         for event in _some(_undisturbed(name, **arguments)[1], part):

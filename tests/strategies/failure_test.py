@@ -1,7 +1,7 @@
-"""Ranks that are lost, disagree or leave: what the README promises then, seen in real processes.
+"""Tests the README's promises about ranks that are lost, disagree or leave, in real processes.
 
-Nothing here depends on how long something takes. A process says what it does, and stops at a gate where the test wants
-it to; the test acts when it has read that. Where the contract has a bound, it is that of the wait for a process's line.
+No result depends on durations. A process prints its progress, and stops at gates that the test has chosen. The test
+acts when it has read the line. If the contract has a bound, the test waits for the line no longer than that.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from hop_tf.tools.processes.local_cluster import PortReservation
 from hop_tf.tools.testing import MultiProcessRunner
 
 _TIMEOUT_SECONDS = 4.0
-# Until all processes have said what is wrong, and are gone, also on a busy machine: still half of the default timeout.
+# Limit until all processes have printed their errors and ended, also on a busy machine: half of the default timeout.
 _CONTRACT_SECONDS = _TIMEOUT_SECONDS + 26.0
 _INTERRUPT_SECONDS = 30.0  # Until an interrupted `fit` has ended.
 _IMPATIENT = {"timeout_seconds": _TIMEOUT_SECONDS}
-_NEVER_SECONDS = 100.0  # Longer than any test: where that is the timeout, nothing may wait for it.
+_NEVER_SECONDS = 100.0  # Longer than any test: with this timeout, no rank may wait until it ends.
 _BATCH_SIZE = 12
 _NUM_STEPS = 16
 _STOP = 3  # The step in which a process stops.
 _DISAGREEMENTS = ("option", "model", "world")
-# What an interrupted rank does, and the rank that is stopped meanwhile.
+# The behavior of an interrupted rank, and the rank that is stopped meanwhile.
 _INTERRUPTIONS = {"waiting": 2, "computing": 1, "waiting_in_many_steps": 2, "starting": 2}
 
 
-# What runs in the processes.
+# In the processes.
 
 
 def _say(text):
-    print(f"{text}\n", end="", flush=True)  # One write, which no other thread's can part.
+    print(f"{text}\n", end="", flush=True)  # One write, which other threads cannot split.
 
 
 def _stop(gates, name):
@@ -87,7 +87,7 @@ def _make_strategy(
 
 
 def _make_model(strategy, *, num_units=3, stop=None, steps_per_execution=1):
-    """A model that calls `stop`, if it is given, while it computes step `_STOP`."""
+    """Returns a model that calls `stop`, if given, while it computes step `_STOP`."""
     steps = itertools.count()
 
     def compute():
@@ -142,7 +142,7 @@ def _says_what_it_raises(name="it"):
 
 
 def _attempt(name, model, **fit_args):
-    """Trains; returns what was raised, in words, and the number of steps that were finished."""
+    """Trains; returns the error as text, and the number of finished steps."""
     finished = []
     count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: finished.append(batch))
     fit_args["callbacks"] = [count, *fit_args.get("callbacks", ())]
@@ -207,7 +207,7 @@ def be_interrupted(addresses, gates):
 
 
 def leave_early(addresses):
-    """Rank 1 leaves, every time in another way; then all average, and leave for good."""
+    """Rank 1 leaves several times, each time in another way. Then all ranks average, and leave for good."""
     strategy = _make_strategy(addresses, on_peer_loss="continue")
     model = _make_model(strategy)
     leaves = strategy.rank == 1
@@ -251,7 +251,7 @@ class _ProcessesTestCase(tf.test.TestCase):
         self.gates = self.enter_context(tempfile.TemporaryDirectory())
 
     def reserve(self, num_addresses):
-        """Addresses that nobody else uses."""
+        """Returns addresses that no other process uses."""
         ports = self.enter_context(PortReservation(num_addresses))
         ports.release()
         return [f"127.0.0.1:{port}" for port in ports.ports]
@@ -278,7 +278,7 @@ class _ProcessesTestCase(tf.test.TestCase):
         return runner
 
     def errors_within_contract(self, runner, ranks):
-        """What processes raise, all of which must end in time."""
+        """Returns the errors of the processes, all of which must end in time."""
         deadline = time.monotonic() + _CONTRACT_SECONDS
         for rank in ranks:
             runner.wait_for_output(rank, "^exits$", max(0.0, deadline - time.monotonic()))
@@ -312,7 +312,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         if signum == signal.SIGSTOP:
             runner.resume(1)
             self.open("middle")
-            exit_code = 1  # It finds itself alone.
+            exit_code = 1  # The rank finds itself alone.
         exit_codes = [result.exit_code for result in runner.join().workers]
         self.assertEqual(exit_codes, [1, exit_code] + [1] * (num_workers - 2))
 
@@ -335,10 +335,10 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         successor = self.start(train_until_it_fails, 1, addresses, self.gates, _IMPATIENT, 1)
         for rank in (0, 2):
             error = runner.wait_for_output(rank, "it raised (.*)")[1]
-            # On a busy machine nobody may have listened there for so long that the death is noticed first.
+            # On a busy machine the restart may take so long that ranks notice the death first.
             noticed = r"(was restarted|failed after .* \(nobody listens there any more\))"
             self.assertRegex(error, rf"^PeerLostError: .*rank 1 at {addresses[1]} {noticed}")
-        # Often the others are gone before they have told it what it is.
+        # Often the others are gone before they have told the successor that it is a restarted rank.
         successor.wait_for_output(0, "it raised (PeerLost|DeadlineExceeded)Error: .*rank [02] at ")
         self.assertEqual([result.exit_code for result in runner.join().workers], [1, -signal.SIGKILL, 1])
         self.assertEqual(successor.join()[0].exit_code, 1)
@@ -375,7 +375,7 @@ class LeavingRankTest(_ProcessesTestCase):
                 awaited = "start of training, step None" if case == "starting" else f"receive update, step {_STOP + 1}"
                 runner.wait_for_output(1, f"{case}: {awaited}$")
             runner.interrupt(1)
-            if stopped != 1:  # What rank 1 waits for has not come yet.
+            if stopped != 1:  # Rank 1 is still waiting.
                 runner.wait_for_output(1, f"{case} raised KeyboardInterrupt", _INTERRUPT_SECONDS)
             self.open(case)
         first, interrupted, last = runner.join().raise_for_errors().values

@@ -1,4 +1,4 @@
-"""Ranks that are stopped for ten seconds, under default deadlines: the others go on, and then all train to the end."""
+"""Tests of ranks stopped for ten seconds, under default deadlines: the others go on, then all train to the end."""
 
 import json
 import os
@@ -19,7 +19,7 @@ _STEP_SECONDS = "0.1"
 
 
 class _Steps(keras.callbacks.Callback):
-    """Tells of the steps that a rank has made, and how long each one took; one rank stops itself."""
+    """Prints the steps of a rank, and the time of each. One rank stops itself."""
 
     def __init__(self, rank):
         super().__init__()
@@ -35,7 +35,7 @@ class _Steps(keras.callbacks.Callback):
 
 
 def _run(name, settings):
-    """When each step has ended, the last loss, and the report."""
+    """Trains; returns the times at which steps ended, the final kernel, and the report."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     os.environ["HOP_TF_STEP_SECONDS"] = _STEP_SECONDS
     strategy = getattr(hop_tf, name)(**settings)
@@ -73,7 +73,7 @@ class FrozenRanksTest(tf.test.TestCase, parameterized.TestCase):
                 continue
             undisturbed = np.median(np.diff(list(ends.values()))) * _NUM_STEPS_FROZEN
             disturbed = ends[_BEGIN + _NUM_STEPS_FROZEN] - ends[_BEGIN]
-            # Finding out takes about a second, more on a busy machine. Who waits for the rank has 0.
+            # Detecting the silence takes about a second, more on a busy machine. If ranks waited, the ratio would be 0.
             self.assertGreater(undisturbed / disturbed, 0.8)
 
 

@@ -1,7 +1,7 @@
-"""Counters of steps, and the operations of hop_tf's threads, stay on the host where a rank trains on a GPU.
+"""Tests that counters of steps, and the operations of hop_tf's threads, stay on the host if a rank trains on a GPU.
 
-A thread without a device scope would run its operations on the first GPU, where there is one. Here the second processor
-of `conftest.py` stands for a GPU.
+A thread without a device scope would run its operations on the first GPU, if there is one. Here the second processor of
+`conftest.py` stands for a GPU.
 """
 
 import re
@@ -23,14 +23,14 @@ from hop_tf.tools.testing import MultiProcessRunner
 from support import MEMBERS, NUM_RANKS, make_two_devices
 
 _OWN_THREADS = "hop_tf (?!rank)"  # Those of the test have the names of ranks.
-_RUN = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}  # Where the name of the operation is among the arguments.
+_RUN = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}  # Index of the operation's name among the arguments.
 
 
 class _EagerOperations:
     """Notes the device scope of each eager operation, and of each array that becomes a tensor."""
 
     def __init__(self):
-        self.seen = set()  # Name of the thread, and of the operation; device.
+        self.seen = set()  # Tuples of the thread's name, the operation's name, and the device.
         self._patches = [
             mock.patch.object(pywrap_tfe, name, self._noting(getattr(pywrap_tfe, name), place))
             for name, place in _RUN.items()
@@ -77,7 +77,7 @@ class _GraphOperations:
         self._patch.__exit__(*exc_info)
 
     def of_host_values(self, device):
-        """Those on `device` that compute int64 or bool of nothing but values of the host."""
+        """Returns the operations on `device` that compute int64 or bool only from values of the host."""
         host, constants, found = set(), set(), []
         for operation in self._operations:
             inputs = {id(tensor.op) for tensor in operation.inputs} - constants
@@ -96,7 +96,7 @@ class _GraphOperations:
 
 
 def _origin(handle):
-    """The device of a variable that a graph has captured."""
+    """Returns the device of a variable that a graph has captured."""
     captured = {id(inner): outer for outer, inner in getattr(handle.graph, "captures", ())}
     outer = captured.get(id(handle))
     if outer is None:

@@ -1,6 +1,6 @@
-"""`fit` on a rank that the others have left behind: it joins them, whatever the data, and however steps are grouped.
+"""Tests that a rank that was left behind in `fit` rejoins the others, with any data, and any grouping of steps.
 
-The ranks are threads of this process. Instead of falling silent, the rank is said to be silent by another one.
+The ranks are threads of this process. The rank does not fall silent: another rank only says so.
 """
 
 import threading
@@ -28,7 +28,7 @@ _MEMBERS = {
 
 
 class _Teller(keras.callbacks.Callback):
-    """Says, after some batches, that a rank is silent. The others go slowly then, until that one is back."""
+    """Says after some batches that a rank is silent. Then the others go slowly until that rank is back."""
 
     def __init__(self, strategy, batches, is_back):
         super().__init__()
@@ -75,7 +75,7 @@ class LeftBehindFitTest(tf.test.TestCase, parameterized.TestCase):
             dts = isinstance(strategy, hop_tf.DTSStrategy)
             variables = model.weights if dts else [*model.trainable_variables, *model.optimizer.variables]
             state = [variable.numpy() for variable in variables]
-            strategy.synchronize(model)  # Takes all ranks.
+            strategy.synchronize(model)  # Takes part of all ranks.
             return state, history.history, teller.heard, strategy.report()
 
         def make_strategy(cluster_resolver):
@@ -110,7 +110,7 @@ class LeftBehindFitTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("pipe_sgd", 1), ("dts", 2))
     @pytest.mark.stress
     def test_within_executions(self, name, batch):
-        """Steps of an execution that is under way are made in vain; then it is further than the others for a while."""
+        """The rank makes the steps of its current execution in vain. Then it is ahead of the others for a while."""
         self._train(name, batch=batch, steps_per_execution=8)
 
     @parameterized.parameters(4, 5)

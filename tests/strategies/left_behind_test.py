@@ -1,6 +1,7 @@
-"""Strategies whose ranks are in lock step, with a patience: the others leave a stopped rank behind, and take it back.
+"""Tests of lock-step strategies with a patience: the others leave a stopped rank behind, and take it back.
 
-When it is stopped is drawn: `HOP_TF_SCHEDULE_SEED` says from which seed. `make stress` sets it, and runs all cases.
+The step at which the rank is stopped is random: `HOP_TF_SCHEDULE_SEED` is the seed. `make stress` sets it, and runs all
+cases.
 """
 
 import os
@@ -20,9 +21,9 @@ from hop_tf.tools.testing import MultiProcessRunner
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _NUM_RANKS = 3
 _BATCH_SIZE = 6
-_NUM_STEPS = 60  # In an epoch.
+_NUM_STEPS = 60  # Per epoch.
 _NUM_EPOCHS = 4
-_NUM_STEPS_WITHOUT = 40  # That the others make while the rank is stopped.
+_NUM_STEPS_WITHOUT = 40  # Steps of the others while the rank is stopped.
 _MEMBERS = {
     "pipe_sgd": (hop_tf.PipeSGDStrategy, {}, {}),
     "dts": (hop_tf.DTSStrategy, {"delay": 5, "interval": 3}, {}),
@@ -38,7 +39,7 @@ _MEMBERS = {
 
 
 class _Progress(keras.callbacks.Callback):
-    """Tells the test of each step. The others go slowly until the rank is back: it is to come back before the end."""
+    """Prints each step for the test. The others go slowly until the rank is back, so that it returns before the end."""
 
     def __init__(self, strategy, mark):
         super().__init__()
@@ -60,7 +61,7 @@ class _Progress(keras.callbacks.Callback):
 
 
 def _run(name, mark):
-    """Two trainings; how many steps callbacks have heard of in the first one, what all ranks hold, and the report."""
+    """Trains twice; returns the steps that callbacks saw in the first training, the ranks' states, and the report."""
     make, settings, compile_settings = _MEMBERS[name]
     options = hop_tf.CommunicationOptions(timeout_seconds=600)
     strategy = make(communication_options=options, on_peer_loss="continue", patience_seconds=4, **settings)
@@ -80,7 +81,7 @@ def _run(name, mark):
 
 
 def _state(strategy, model):
-    """The state that is equal on all ranks, to the bit. Under DTS, each rank has slots of its own."""
+    """Returns the state that is equal on all ranks, to the bit. Under DTS, each rank has slots of its own."""
     is_dts = isinstance(strategy, hop_tf.DTSStrategy)
     variables = model.weights if is_dts else [*model.trainable_variables, *model.optimizer.variables]
     return [variable.numpy() for variable in variables]

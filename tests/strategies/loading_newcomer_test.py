@@ -1,4 +1,4 @@
-"""A rank that is started again loads its data while another rank dies: it joins those that train on."""
+"""Tests that a restarted rank joins the remaining ranks if another rank dies while it loads its data."""
 
 import pathlib
 import time
@@ -23,7 +23,7 @@ _MEMBERS = {
 
 
 class _Progress(keras.callbacks.Callback):
-    """The others go slowly until the newcomer is there."""
+    """Lets the others go slowly until the newcomer is there."""
 
     def __init__(self, strategy, is_back):
         super().__init__()

@@ -1,6 +1,7 @@
-"""Strategies whose ranks are in lock step: a rank that is killed and started again joins the others, and all are equal.
+"""Tests of lock-step strategies: a rank that is killed and restarted joins the others, and all end equal.
 
-When it dies is drawn: `HOP_TF_SCHEDULE_SEED` says from which seed. `make stress` sets it, and runs all cases.
+The step at which the rank dies is random: `HOP_TF_SCHEDULE_SEED` is the seed. `make stress` sets it, and runs all
+cases.
 """
 
 import os
@@ -21,13 +22,13 @@ from support import TWO_DEVICES, make_two_devices
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _NUM_RANKS = 3
 _BATCH_SIZE = 6
-_NUM_STEPS = 50  # In an epoch.
+_NUM_STEPS = 50  # Per epoch.
 _NUM_EPOCHS = 5
 _RATE = 0.02
 
 
 def _dts_with_outer_momentum(**settings):
-    """Not made before its process may have made devices."""
+    """Makes the strategy only when called, because the process has to make its devices first."""
     return hop_tf.DTSStrategy(outer_optimizer=keras.optimizers.SGD(0.7, momentum=0.9), **settings)
 
 
@@ -46,12 +47,12 @@ _MEMBERS = {
     "pipe_sgd_on_two_devices": (hop_tf.PipeSGDStrategy, {"devices": TWO_DEVICES}),
     "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
 }
-# Those whose weights are plain SGD with the means of gradients at these.
+# Strategies whose weights follow from plain SGD with the mean gradients at these weights.
 _SYNCHRONOUS = ("canary", "pipe_sgd_sync")
 
 
 class _Progress(keras.callbacks.Callback):
-    """Tells the test of each step. Ranks go slowly while one is missing: it is to come back before the end."""
+    """Prints each step for the test. Ranks go slowly while one is missing, so that it returns before the end."""
 
     def __init__(self, strategy, mark):
         super().__init__()
@@ -78,7 +79,7 @@ def _data():
 
 
 def _large_model():
-    """With all that ranks have to bring along: slots, moving statistics, and kernels that go as factors."""
+    """Returns a model with all kinds of state for a newcomer: slots, moving statistics, and kernels sent as factors."""
     hidden = keras.layers.Dense(256, activation="relu")
     wide = keras.layers.Dense(256, activation="relu")
     layers = [keras.Input((4,)), wide, hidden, keras.layers.BatchNormalization(), keras.layers.Dense(1)]
@@ -94,7 +95,7 @@ def _small_model():
 
 
 def _run(name, mark):
-    """Two trainings; the number of steps of the first one, what all ranks hold after each, and the report."""
+    """Trains twice; returns the number of steps of the first training, the state after each, and the report."""
     make, settings = _MEMBERS[name]
     if "devices" in settings:
         make_two_devices()
@@ -115,7 +116,7 @@ def _run(name, mark):
 
 
 def _state(strategy, model):
-    """What is equal on all ranks, to the bit: under DTS, each has slots of its own."""
+    """Returns the variables that are equal on all ranks, to the bit. Under DTS, each rank has slots of its own."""
     if isinstance(strategy, hop_tf.DTSStrategy):
         outer = strategy.outer_optimizer
         return [weights.numpy() for weights in [*model.weights, *(outer.variables if outer else ())]]
@@ -151,9 +152,9 @@ class LockStepRejoinTest(tf.test.TestCase, parameterized.TestCase):
             self._check_means(victim, last_step, values[0][1][0])
 
     def _check_means(self, victim, last_step, weights):
-        """Each step's gradient is the mean over those who were there: these share the rows of those who were not.
+        """Checks that each step's gradient is the mean over the ranks that were there, which share all rows.
 
-        But for one step at most: the one in which it was lost.
+        Only the step in which the victim was lost may lack its rows.
         """
         ways = [self._train(victim, gone) for gone in [None, *range(last_step, last_step + 20)]]
         self.assertTrue(any(np.allclose(weights, way, rtol=1e-4, atol=1e-6) for way in ways), (weights, ways))

@@ -1,4 +1,4 @@
-"""Custom training loops in the idiom of TensorFlow's tutorial: nothing is changed but the line that makes the strategy.
+"""Tests of custom loops in the idiom of TensorFlow's tutorial: only the line that makes the strategy is changed.
 
 Losses are scaled by the number of replicas, gradients add up, and `strategy.reduce` gives the whole batch's loss.
 """
@@ -24,7 +24,7 @@ def _rows():
     return x, x[:, :1] * x[:, 1:2]
 
 
-# How programs compute the loss of a replica.
+# Ways in which programs compute the loss of a replica.
 
 
 def _average_loss(model, y, y_pred):
@@ -47,7 +47,7 @@ _LOSSES = [_average_loss, _average_loss_of_the_global_batch, _loss_of_keras]
 
 
 def _train(compute_loss, strategy):
-    """The losses that are printed, and the weights at the end."""
+    """Trains; returns the losses that a program would print, and the final weights."""
     with strategy.scope():
         kernel = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.1))
         model = keras.Sequential([keras.Input((4,)), kernel])
@@ -129,7 +129,7 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(values[6:], values[:3])
 
     def test_means_have_the_type_that_tensorflow_gives_them(self):
-        """Those of integers are fractions: as under MirroredStrategy, whose replicas have what ranks have here."""
+        """Means of integers are fractions, as under MirroredStrategy with the same values on its replicas."""
         types = (tf.int16, tf.int32, tf.int64, tf.bfloat16, tf.float32)
 
         def reduce(strategy, values):
@@ -165,7 +165,7 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
 
         for rank, values in enumerate(MEMBERS["pipe_sgd"].run(run)):
             total = [NUM_RANKS * 1.0, NUM_RANKS * 4.0]
-            # Each x is in both ranks' sums, which count once and twice.
+            # Each x is in both ranks' sums. One sum counts once, the other twice.
             self.assertEqual(values, [[(rank + 1) * each for each in total], [3 * 2.0, 3 * 4.0], [1.0, 1.0, 2.0]])
 
     @parameterized.parameters("pipe_sgd", "hop")
@@ -190,7 +190,7 @@ class ReductionTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-4)
 
     def test_a_step_that_is_broken_off_leaves_nothing(self):
-        """Its value is not taken for that of the next call."""
+        """The next call does not use the value of the aborted step."""
 
         def run(strategy):
             @tf.function

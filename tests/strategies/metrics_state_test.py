@@ -1,4 +1,4 @@
-"""Metrics of training over all ranks, by their states, and stop requests: under all strategies, as in plain Keras."""
+"""Tests of metrics over all ranks, by their states, and of stop requests: under all strategies, as in plain Keras."""
 
 import functools
 import math
@@ -22,13 +22,13 @@ _LOCK_STEP = {name: member for name, member in support.MEMBERS.items() if member
         functools.partial(hop_tf.SHATParameterServerStrategy, consistency="bsp"), num_ps=1, is_in_lock_step=True
     ),
 }
-# An asynchronous Canary passes over steps: what it has seen is not known beforehand.
+# An asynchronous Canary skips steps, so the rows that it sees are not known in advance.
 _MEMBERS = {**support.MEMBERS, **_LOCK_STEP, "two_devices": support.ON_TWO_DEVICES["pipe_sgd_on_two_devices"]}
 _SEES_ALL = [name for name in _MEMBERS if name != "canary"]
 
 
 class _Plain:
-    """Plain Keras, in the place of a strategy."""
+    """Plain Keras instead of a strategy."""
 
     rank = 0
 
@@ -38,7 +38,7 @@ class _Plain:
 
 @keras.saving.register_keras_serializable()
 class Largest(keras.metrics.Metric):
-    """The largest target: its state is no sum."""
+    """The largest target. Its state is no sum."""
 
     def __init__(self, name="largest"):
         super().__init__(name=name)
@@ -52,7 +52,7 @@ class Largest(keras.metrics.Metric):
 
 
 class Positives(keras.metrics.Metric):
-    """How many positive targets there were, as an integer: its state is a sum."""
+    """The number of positive targets, an integer whose state is a sum."""
 
     def __init__(self, name="positives"):
         super().__init__(name=name)
@@ -66,9 +66,9 @@ class Positives(keras.metrics.Metric):
 
 
 def _data():
-    """Inputs that are predictions, targets, and weights: the rows of rank 1 are unlike those of rank 0."""
+    """Returns inputs, which are predictions, targets, and weights. The rows of rank 1 differ from those of rank 0."""
     random = np.random.default_rng(0)
-    part = np.arange(_NUM_ROWS) % _BATCH_SIZE >= _BATCH_SIZE // 2  # Rank 1's, where parts are equal.
+    part = np.arange(_NUM_ROWS) % _BATCH_SIZE >= _BATCH_SIZE // 2  # Rank 1's rows, if parts are equal.
     binary = (random.random(_NUM_ROWS) < np.where(part, 0.15, 0.8)).astype(np.float32)
     numbers = random.normal(1, np.where(part, 3.0, 1.0)[:, None], (_NUM_ROWS, 3))
     x = {
@@ -81,7 +81,7 @@ def _data():
 
 
 def _model(strategy, metrics, weighted_metrics=None, names=("binary", "numbers"), **settings):
-    """Its outputs are its inputs. It trains, at a rate of 0, on what it adds to them."""
+    """Returns a model whose outputs are its inputs plus trained values, which stay the same at a rate of 0."""
     widths = {"binary": 1, "numbers": 3}
     with strategy.scope():
         inputs = {name: keras.Input((widths[name],), name=f"{name}_in") for name in names}
@@ -151,7 +151,7 @@ class SumsTest(parameterized.TestCase):
 
     @pytest.mark.stress
     def test_states_that_are_no_sums(self):
-        """They are left as they are; the mean of the results is what is logged, as of all that is not known."""
+        """Ranks leave such states as they are, and log the mean of the results, as for all unknown metrics."""
 
         def run(strategy):
             return _history(strategy, lambda: {"numbers": [Largest(), "mae"]}, ["numbers"], average=False)
@@ -163,7 +163,7 @@ class SumsTest(parameterized.TestCase):
             np.testing.assert_allclose(history["mae"], expected["mae"], rtol=1e-5)
 
     def test_what_a_step_returns_by_the_name_of_a_metric(self):
-        """Its mean over ranks is logged, and not what the metric says."""
+        """Logs contain the mean over ranks of the returned value, not the metric's result."""
 
         class Own(keras.Model):
             def train_step(self, data):
@@ -173,14 +173,14 @@ class SumsTest(parameterized.TestCase):
             inputs = keras.Input((3,))
             return Own(inputs, keras.layers.Dense(3)(inputs))
 
-        make()  # With the first model Keras changes the class, which two threads must not have it do at once.
+        make()  # With the first model Keras changes the class. Two threads must not do that at once.
 
         def run(strategy):
             with strategy.scope():
                 model = make()
                 model.compile(keras.optimizers.SGD(0.0), "mse", metrics=["mean_absolute_error"])
             x, y, _ = _data()
-            # Of the training's logs Keras itself takes the metrics, where the names are the same.
+            # If names are the same, Keras itself takes the metrics for the training's logs.
             model.get_metrics_result = lambda: {"loss": 1.0}
             return model.fit(x["numbers"], y["numbers"], batch_size=_BATCH_SIZE, shuffle=False, verbose=0).history
 
@@ -190,7 +190,7 @@ class SumsTest(parameterized.TestCase):
 
 
 def _unknown(x, y):
-    """Data whose length TensorFlow does not know."""
+    """Returns data whose length TensorFlow does not know."""
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH_SIZE).filter(lambda x, y: True)
 
 
@@ -199,7 +199,7 @@ class UnknownLengthTest(parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(after=1)
     def test_metrics_are_averaged_and_all_stop_together(self, name, steps_per_execution):
-        """The data of rank 1 alone would let it stop in another epoch."""
+        """With its own data only, rank 1 would stop in another epoch."""
 
         def run(strategy):
             model = _model(strategy, None, names=["binary"], steps_per_execution=steps_per_execution)
@@ -216,7 +216,7 @@ class UnknownLengthTest(parameterized.TestCase):
 
 
 def _trained(strategy, callbacks, *, epochs=3, x=None, rate=0.01, **settings):
-    """How many steps a rank has made, how many epochs its History has, and its weights."""
+    """Trains; returns the number of steps, the number of epochs in History, and the weights."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
         model.compile(keras.optimizers.SGD(rate), "mse", **settings)
@@ -263,7 +263,7 @@ class StopTest(parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_terminate_on_nan(self, name):
-        """The rows of rank 1 are nan in one step; its rank 0 has no such callback."""
+        """The rows of rank 1 are nan in one step. Rank 0 has no such callback."""
         x = np.ones((_NUM_ROWS, 3), np.float32)
         x[2 * _BATCH_SIZE + _BATCH_SIZE // 2 :][:2] = np.nan
 
@@ -334,7 +334,7 @@ class StopTest(parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_stop_in_an_execution_for_which_few_batches_are_left(self, name, all_ask):
-        """Two of four steps: the epoch ends with them, so that no rank has begun more."""
+        """The epoch ends after two of an execution's four steps, so that no rank has begun more."""
 
         def run(strategy):
             asks = all_ask or strategy.rank == NUM_RANKS - 1
@@ -424,7 +424,7 @@ class StopTest(parameterized.TestCase):
         self.assertEqual(_LOCK_STEP["pipe_sgd"].run(run), [3 * _STEPS, None])
 
     def test_a_second_fit(self):
-        """What was asked for in the first one is forgotten."""
+        """The second `fit` forgets a stop that was requested in the first."""
 
         def run(strategy):
             with strategy.scope():

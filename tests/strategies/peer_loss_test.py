@@ -1,4 +1,4 @@
-"""Strategies whose ranks are in lock step go on without a rank that is killed or frozen: the others stay equal."""
+"""Tests that lock-step strategies go on without a rank that is killed or frozen, and the others stay equal."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ from hop_tf.tools.testing import InProcessCluster, MultiProcessRunner
 _NUM_RANKS = 3
 _VICTIM = 1
 _BATCH_SIZE = 6
-_NUM_STEPS = 20  # In an epoch.
+_NUM_STEPS = 20  # Per epoch.
 _NUM_EPOCHS = 2
 _LAST_STEP = 7
 _MEETING = _NUM_STEPS + 5
@@ -36,7 +36,7 @@ _LETS_NOBODY_JOIN = ("pipe_sgd_as_printed",)
 
 
 class _Progress(keras.callbacks.Callback):
-    """Tells the test of each step; where all have to meet, ranks wait until a file is there."""
+    """Prints each step for the test. At the step at which all have to meet, ranks wait until a file is there."""
 
     def __init__(self, mark):
         super().__init__()
@@ -51,10 +51,10 @@ class _Progress(keras.callbacks.Callback):
 
 
 def _run(name, mark):
-    """A training.
+    """Trains twice.
 
     Returns:
-      What it has raised; how many steps it has made; the weights; what a second one has raised; and the report.
+      The error, the number of steps and the weights of the first training, the error of the second, and the report.
     """
     make, settings = _MEMBERS[name]
     options = hop_tf.CommunicationOptions(timeout_seconds=5)
@@ -84,7 +84,7 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_killed(self, name):
-        """A second training takes all ranks. Where it cannot join when it is started again, it says so."""
+        """A second training takes all ranks. A restarted rank that cannot join says so."""
         with self._start(name) as runner:
             runner.wait_for_output(_VICTIM, f"step {_LAST_STEP}$")
             runner.kill(_VICTIM)
@@ -98,7 +98,7 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress
     @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_frozen(self, name):
-        """When that goes on, it hears that it is lost, or takes the others for that: these do not listen to it."""
+        """A frozen rank that wakes up learns that it is lost, or finds the others silent, and raises an error."""
         with self._start(name) as runner:
             runner.wait_for_output(_VICTIM, f"step {_LAST_STEP}$")
             runner.pause(_VICTIM)

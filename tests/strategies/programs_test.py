@@ -1,4 +1,4 @@
-"""Programs in the idiom of Keras's own examples, under every strategy: parts without `call`, inputs without targets."""
+"""Tests of programs like Keras's own examples, under every strategy: parts without `call`, inputs without targets."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from support import MEMBERS, TWO_DEVICES
 
 _NUM_ROWS = 32
 _BATCH_SIZE = 8
-_BOUND = 1.2  # Of weights, which would be larger without it.
+_BOUND = 1.2  # Bound of weights, which would be larger otherwise.
 
 
 def _rows(num_columns):
@@ -30,7 +30,7 @@ def _network(num_inputs, *sizes):
 
 
 class Autoencoder(keras.Model):
-    """Two networks, which the training step puts together: there is no `call`."""
+    """Two networks, which the training step connects. The model has no `call`."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Autoencoder(keras.Model):
 
 
 class Gan(keras.Model):
-    """Two networks with an optimizer for each, of which the second one has what the first one made. No `call`."""
+    """Two networks with an optimizer for each. The second gets the first one's output. The model has no `call`."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ class Gan(keras.Model):
 
 
 class Distance(keras.layers.Layer):
-    """How far outputs are apart, which is the loss."""
+    """A layer whose loss is the mean squared difference of two outputs."""
 
     def call(self, first, second):
         self.add_loss(tf.reduce_mean(tf.square(first - second)))
@@ -82,7 +82,7 @@ class Distance(keras.layers.Layer):
 
 
 class Perturbed(keras.Sequential):
-    """The gradient is that of other weights, as in sharpness-aware minimization."""
+    """Takes the gradient at other weights, as in sharpness-aware minimization."""
 
     def train_step(self, data):
         x, y = data
@@ -98,7 +98,7 @@ class Perturbed(keras.Sequential):
 
 
 class Clipped(keras.Sequential):
-    """Weights are clipped after each update, as in the first Wasserstein GANs."""
+    """Clips weights after each update, as in the first Wasserstein GANs."""
 
     def train_step(self, data):
         logs = super().train_step(data)
@@ -108,7 +108,7 @@ class Clipped(keras.Sequential):
 
 
 class Watched(keras.Sequential):
-    """Weights are read after each update, also within conditions and functions."""
+    """Reads weights after each update, also within conditions and functions."""
 
     def train_step(self, data):
         x, _ = data
@@ -137,7 +137,7 @@ def _gan():
 
 
 def _siamese():
-    """Pairs, and no targets: the second of a pair is none."""
+    """Returns a model of pairs without targets. The second of a pair is no target."""
     inputs = keras.Input((4,)), keras.Input((4,))
     model = keras.Model(inputs, Distance()(_network(4, 3)(inputs[0]), _network(4, 5, 3)(inputs[1])))
     model.compile(keras.optimizers.SGD(0.1))
@@ -154,14 +154,14 @@ _PROGRAMS = {
     "clipped": lambda: _regression(Clipped),
     "constrained": lambda: _regression(keras.Sequential, kernel_constraint=keras.constraints.UnitNorm()),
 }
-# Where a strategy refuses one of them.
+# Programs that a strategy refuses.
 _REFUSED = {("gan", "canary"): "a step must update by one optimizer only"} | {
     ("clipped", name): "Give the layer a constraint" for name in ("pipe_sgd", "canary", "shat")
 }
 
 
 def _train(program, strategy):
-    """The weights before and after."""
+    """Trains; returns the weights before and after."""
     with strategy.scope() if strategy is not None else contextlib.nullcontext():
         model, arguments = _PROGRAMS[program]()
     before = [weight.numpy().copy() for weight in model.trainable_weights]

@@ -1,4 +1,4 @@
-"""Random numbers and numbers of replicas: each replica draws its own in training steps, and knows which one it is."""
+"""Tests of random numbers and replica ids: in training steps each replica draws its own numbers, and knows its id."""
 
 import functools
 import itertools
@@ -17,15 +17,15 @@ import hop_tf
 from hop_tf.tools.testing import InProcessCluster
 from support import MEMBERS, NUM_RANKS, ON_TWO_DEVICES, TWO_DEVICES
 
-_ROWS = 16  # Of a replica, in a step.
+_ROWS = 16  # Per replica and step.
 _STEPS = 2
-_SHAPE = (4, 4, 2)  # Of a row.
+_SHAPE = (4, 4, 2)  # Shape of a row.
 
 
 class Watched(keras.Model):
-    """Keeps what it draws in each training step, by replica: `draw(x, training)` gives tensors.
+    """Keeps the tensors of `draw(x, training)` in each training step, by replica.
 
-    Its loss does not depend on that, so that weights are the same whatever was drawn.
+    The loss does not depend on drawn values, so they do not change the weights.
     """
 
     def __init__(self, layers, draw, always=False):
@@ -59,7 +59,10 @@ def _dropout():
 
 
 def _many():
-    """Layers and functions. (Without a seed, `keras.random` uses a generator of the process, not of a rank.)"""
+    """Returns layers with a generator, and a function that draws with these and with TensorFlow's functions.
+
+    Without a seed, `keras.random` would use a generator of the process, not of a rank.
+    """
     layers = [
         keras.layers.Dropout(0.5, seed=1),
         keras.layers.GaussianNoise(1.0, seed=2),
@@ -94,7 +97,7 @@ def _images(num_rows):
 
 
 def _train(strategy, make_draw, num_replicas=NUM_RANKS, num_steps=_STEPS, **settings):
-    """Trains; returns what each replica of the rank has drawn, step by step, and states of generators."""
+    """Trains; returns the values that each replica of the rank has drawn in each step, and states of generators."""
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = Watched(*make_draw())
@@ -108,7 +111,7 @@ def _train(strategy, make_draw, num_replicas=NUM_RANKS, num_steps=_STEPS, **sett
 
 @functools.cache
 def _plain(make_draw, num_steps=_STEPS):
-    """What is drawn without a strategy, with a replica's rows."""
+    """Trains without a strategy, with a replica's rows; returns the drawn values and the states."""
     seen, states = _train(tf.distribute.get_strategy(), make_draw, num_replicas=1, num_steps=num_steps)
     return seen[0], states
 
@@ -119,9 +122,9 @@ def _are_equal(first, second):
 
 class DrawsTest(tf.test.TestCase, parameterized.TestCase):
     def _check(self, of_ranks, plain, states):
-        """The first replica draws what is drawn without a strategy, and no other one draws the same."""
+        """Checks that the first replica draws the same as without a strategy, and every other one something else."""
         seen = [of_rank[replica] for of_rank, _ in of_ranks for replica in sorted(of_rank)]
-        for step in range(min(len(plain), *map(len, seen))):  # Canary may pass over some.
+        for step in range(min(len(plain), *map(len, seen))):  # Canary may skip some.
             self.assertTrue(all(_are_equal(seen[0][step], plain[step])), step)
             for first, second in itertools.combinations(seen, 2):
                 self.assertFalse(any(_are_equal(first[step], second[step])), step)
@@ -149,7 +152,7 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
         self._check(of_ranks, *_plain(_dropout))
 
     def test_all_that_draws_eagerly(self):
-        """Operations where those of all ranks would have the same seed."""
+        """Tests eager operations, which would have the same seed on all ranks otherwise."""
         self.enterContext(mock.patch.object(tensorflow_context.context(), "_internal_operation_seed", lambda: 7))
         of_ranks = MEMBERS["hop"].run(lambda strategy: _train(strategy, _many, num_steps=1, run_eagerly=True))
         plain, states = _train(tf.distribute.get_strategy(), _many, 1, num_steps=1, run_eagerly=True)
@@ -182,7 +185,7 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_are_equal(first[0][0], second[1][0]), [True] * 3)
 
     def test_predictions_are_alike(self):
-        """What draws also when it is not trained, as for estimates of uncertainty, is alike on all ranks."""
+        """Layers that also draw in `predict`, as for estimates of uncertainty, draw the same on all ranks."""
 
         def run(strategy):
             with strategy.scope():
@@ -198,7 +201,7 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_pipelines_are_alike(self, name):
-        """`Dataset.map` computes whole batches on all ranks, of which each one takes its rows."""
+        """`Dataset.map` computes whole batches on all ranks. Each rank takes its rows of them."""
         rows = _images(_ROWS * NUM_RANKS) * np.arange(1, _ROWS * NUM_RANKS + 1, dtype=np.float32)[:, None, None, None]
 
         def dataset():
@@ -223,7 +226,7 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
 class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("pipe_sgd", "pipe_sgd_on_two_devices", "hop")
     def test_ids(self, name):
-        """In a loop, and where values are distributed. (For those in a model's step see above.)"""
+        """Tests replica ids in a loop, and in distributed values. For ids in a model's step see above."""
         members = MEMBERS | ON_TWO_DEVICES
 
         def run(strategy):
@@ -290,7 +293,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd", "pipe_sgd_on_two_devices")
     def test_each_rank_records_summaries(self, name):
-        """TensorFlow records those of replica 0 only: here that is each rank's first device."""
+        """TensorFlow records only the summaries of replica 0. Here each rank's first device is replica 0 for that."""
         member = (MEMBERS | ON_TWO_DEVICES)[name]
         folder = self.enterContext(tempfile.TemporaryDirectory())
 

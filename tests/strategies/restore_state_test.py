@@ -1,4 +1,4 @@
-"""State that callbacks keep and bring back: backups after a crash."""
+"""Tests of state that callbacks keep and restore: backups after a crash."""
 
 import atexit
 import functools
@@ -40,7 +40,7 @@ class _Crash(keras.callbacks.Callback):
 
 
 class _Note(keras.callbacks.Callback):
-    """Keeps the weights with which training goes on, and what the optimizer remembers."""
+    """Keeps the weights and the optimizer's state with which training goes on."""
 
     restored = None
 
@@ -50,9 +50,9 @@ class _Note(keras.callbacks.Callback):
 
 
 def _fit(*callbacks, num_epochs=_NUM_EPOCHS):
-    """The model after training, and the epochs that were made."""
+    """Trains; returns the model, and the epochs that were made."""
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, kernel_initializer="ones")])
-    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)  # Sooner than the graph is made.
+    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)  # Faster than making a graph.
     history = model.fit(
         *(_ROWS, _ROWS[:, :1]), batch_size=6, epochs=num_epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
     )
@@ -61,7 +61,7 @@ def _fit(*callbacks, num_epochs=_NUM_EPOCHS):
 
 @functools.cache
 def _crashed(kind, crashes_in, save_freq):
-    """The folder that a crash leaves, and the state that is restored from there."""
+    """Returns the folder that a crash leaves, and the state that is restored from it."""
     note, folder = _Note(), pathlib.Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder)
     crash = functools.partial(kind, folder / "backup", save_freq=save_freq, delete_checkpoint=False)
@@ -72,7 +72,7 @@ def _crashed(kind, crashes_in, save_freq):
 
 
 def _crash_with_backup(path, kind, crashes_in=2, save_freq="epoch"):
-    """Puts a backup there. It does not depend on the strategy under which it was made."""
+    """Writes a backup to `path`. The backup does not depend on the strategy."""
     folder, restored = _crashed(kind, crashes_in, save_freq)
     shutil.copytree(folder, path)
     return restored
@@ -90,11 +90,11 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
 
     def path(self, rank):
-        """All ranks are given the path of rank 0."""
+        """Returns the path for a rank's callback. All ranks get the path of rank 0."""
         return self.folder / ("backup" if rank == 0 else f"backup_rank_{rank}")
 
     def resume(self, run, kind=AtomicBackupAndRestore, **arguments):
-        """What each rank's training went on with, the epochs that it made, and its weights."""
+        """Resumes on each rank; returns the restored values, the epochs that were made, and the weights."""
 
         def train(strategy):
             note = _Note()
@@ -149,7 +149,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.stress
     def test_backups_between_epochs(self):
-        """Keras goes on with the epoch that the backup is of, from its beginning."""
+        """Keras repeats the epoch of the backup from its begin."""
         restored = _crash_with_backup(self.path(1), AtomicBackupAndRestore, save_freq=3)
         self.assert_all_go_on(self.resume(MEMBERS["pipe_sgd"].run, save_freq=3), restored, epochs=[1, 2, 3])
 
@@ -157,7 +157,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(after=1)
     def test_the_newest_backup_counts_where_none_is_common(self, name, kind):
-        """The ranks were further apart than their backups, or one has lost its newest."""
+        """The ranks were further apart than their backups, or one rank has lost its newest backup."""
         _crash_with_backup(self.path(0), _KINDS[kind], crashes_in=1)
         restored = _crash_with_backup(self.path(1), _KINDS[kind], crashes_in=3)
         for path in self.path(1).glob("backup_2"):
@@ -170,7 +170,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         )
 
     @parameterized.parameters(
-        # Positions of ranks 0 and 1, and which ranks keep which: in lock step, and elsewhere.
+        # Positions of ranks 0 and 1, and the positions that ranks keep, in lock step and otherwise.
         ([(1, 30), (1, 25)], [(1, 25), (1, 20)], {0: (1, 25), 1: (1, 25)}, {0: (1, 25), 1: (1, 25)}),
         ([(1, 30), (1, 25)], [(1, 15), (1, 10)], {0: (1, 30)}, {0: (1, 30), 1: (1, 15)}),
         ([(1, 5), (0, 30)], [(2, 0), (1, 30)], {1: (2, 0)}, {1: (2, 0)}),
@@ -204,7 +204,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_backup_at_an_address(self):
-        """A bucket, as far as TensorFlow can tell."""
+        """TensorFlow takes this file system for a bucket."""
         _crash_with_backup(self.path(0), keras.callbacks.BackupAndRestore)
         address = f"ram://{self.folder.name}"
         write_files(f"{address}/rank_1", (2, 0), (self.path(0) / "latest.weights.h5").read_bytes())
@@ -245,11 +245,11 @@ def _keeping_lambda():
 
 
 class _KeepsModel(keras.callbacks.Callback):
-    """Nothing but what `set_model` gives."""
+    """A callback that only has the model of `set_model`."""
 
 
 def _early_stopping():
-    """Takes the first epoch for the best one."""
+    """Returns `EarlyStopping` that takes the first epoch for the best one."""
     return [keras.callbacks.EarlyStopping("val_loss", mode="max", patience=2, restore_best_weights=True)]
 
 
@@ -262,7 +262,7 @@ _RESTORING = {
 
 
 def _fit_to_restore(strategy, callbacks, optimizer=None, num_epochs=3):
-    """The model when training has ended, and the weights at the ends of epochs."""
+    """Trains; returns the model, and the weights at the ends of epochs."""
     ends = []
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(1)])

@@ -1,9 +1,9 @@
-"""Which rows are trained on, and how often, where a rank fails, is killed, or comes back, under every strategy.
+"""Counts how often each row is trained on if a rank fails, is killed, or comes back, under every strategy.
 
 Inputs are unit vectors, the model is a kernel, and its loss is linear. So each row moves a value of the kernel of its
-own, by how much it counts: training itself counts the rows.
+own, in proportion to its weight: training itself counts the rows.
 
-When a rank dies is drawn: `HOP_TF_SCHEDULE_SEED` says from which seed. `make stress` sets it, and runs all cases.
+The step at which a rank dies is random: `HOP_TF_SCHEDULE_SEED` is the seed. `make stress` sets it, and runs all cases.
 """
 
 import os
@@ -29,8 +29,8 @@ _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=20)
 _RATE = 1 / 16
 
 
-# By name: what makes the strategy, its arguments, and for how many steps the rows of a lost rank are left out: until
-# the first mean without it is merged.
+# By name: a function that makes the strategy, its arguments, and the number of steps without the rows of a lost rank,
+# until the first mean without that rank is merged.
 _LOCK_STEP = {
     "pipe_sgd": (hop_tf.PipeSGDStrategy, {"pipeline_width": 2}, 2),
     "pipe_sgd_sync": (hop_tf.PipeSGDStrategy, {"pipeline_width": 1}, 1),
@@ -49,7 +49,7 @@ _OTHERS = {
 
 
 class Recorder(keras.Model):
-    """A kernel, which knows the rows that it has trained on."""
+    """A kernel that records the rows that it has trained on."""
 
     def __init__(self, num_rows):
         super().__init__()
@@ -65,7 +65,7 @@ class Recorder(keras.Model):
 
 
 class Fail(keras.callbacks.Callback):
-    """Raises on one rank, after a batch of an epoch."""
+    """Raises an error on one rank, after a batch of an epoch."""
 
     def __init__(self, fails, batch):
         super().__init__()
@@ -87,7 +87,7 @@ def _data(num_rows):
 
 
 def _counts(kernel):
-    """How often each row has counted, in batches of rows that count the same."""
+    """Returns how often each row has counted, by batch."""
     return (-kernel / _RATE * _BATCH_SIZE).reshape(-1, _BATCH_SIZE)
 
 
@@ -112,7 +112,7 @@ def _slice(rank, shares):
 
 
 def _expected(num_steps, missing, rank, shares):
-    """Where a rank is missing in some steps, and the others have not taken over: its rows, and those of the others."""
+    """Returns the expected counts if a rank is missing in some steps, and the others have not taken over its rows."""
     expected = np.ones((num_steps, _BATCH_SIZE))
     own = _slice(rank, shares)
     num_rows = own.stop - own.start
@@ -122,13 +122,13 @@ def _expected(num_steps, missing, rank, shares):
 
 
 def _deviating(counts):
-    """From the first to the last step in which not all rows count once."""
+    """Returns the range from the first to the last step in which not all rows count once."""
     steps = np.flatnonzero(~np.isclose(counts, np.round(np.median(counts)), atol=1e-4).all(axis=1)).tolist()
     return range(steps[0], steps[-1] + 1) if steps else range(0)
 
 
 class FailureTest(tf.test.TestCase, parameterized.TestCase):
-    """A rank fails after a step that is known, so that it is known what all rows count."""
+    """A rank fails after a known step, so that the count of each row is known."""
 
     @parameterized.parameters(*_LOCK_STEP)
     @pytest.mark.stress(after=1)
@@ -151,7 +151,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
         num_merged = num_steps - (name == "pipe_sgd_as_printed")
         counts = _counts(first[1])[:num_merged]
         missing = _deviating(counts)
-        # Its last means may be on their way, and be given up, when it fails; of one, a segment.
+        # When the rank fails, its last means may be in flight and be given up, or a segment of one.
         self.assertBetween(missing.start, last_step + 2 - num_lost, last_step + 1)
         self.assertBetween(len(missing), num_lost, num_lost + (name == "pipe_sgd_segments"))
         self.assertAllClose(counts, _expected(num_merged, missing, victim, shares), atol=1e-4)
@@ -218,7 +218,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
             rows, _ = values[rank]
             own = _slice(rank, shares)
             self.assertEqual(rows[0], list(range(own.start, own.stop)))
-            # Under Canary, a slow rank passes over batches.
+            # Under Canary, a slow rank skips batches.
             self.assertEqual([row % _BATCH_SIZE for row in rows[-1]], list(range(halves[index], halves[index + 1])))
             for of_step in rows:
                 self.assertLen({row // _BATCH_SIZE for row in of_step}, 1)
@@ -228,7 +228,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
 
 
 _NUM_STEPS, _NUM_EPOCHS = 30, 6
-# The last number is how many steps are made at once.
+# The last number is `steps_per_execution`.
 _KILLED = {
     **{name: (*_LOCK_STEP[name], 1) for name in ("pipe_sgd", "canary", "dts", "pipe_sgd_shares", "pipe_sgd_segments")},
     "pipe_sgd_executions": (*_LOCK_STEP["pipe_sgd_sync"], 5),
@@ -236,7 +236,7 @@ _KILLED = {
 
 
 class Progress(keras.callbacks.Callback):
-    """Tells the test of each step. Ranks go slowly while one is missing: it is to come back before the end."""
+    """Prints each step for the test. Ranks go slowly while one is missing, so that it returns before the end."""
 
     def __init__(self, strategy, mark, pause_seconds):
         super().__init__()
@@ -259,7 +259,7 @@ class Progress(keras.callbacks.Callback):
 
 
 def _train(name, mark):
-    """A training; what the kernel is in the end, and how many rows each step had."""
+    """Trains; returns the final kernel, and the number of rows of each step."""
     make, settings, _, num_at_once = _KILLED[name]
     strategy = make(communication_options=_OPTIONS, on_peer_loss="continue", **settings)
     x, y = _data(_NUM_STEPS * _BATCH_SIZE)
@@ -270,7 +270,7 @@ def _train(name, mark):
 
 
 class KilledTest(tf.test.TestCase, parameterized.TestCase):
-    """A rank is killed in some step, and comes back: its rows of one step, or of those under way, are left out."""
+    """A rank is killed in some step, and comes back. Only its rows of steps in flight are left out."""
 
     @parameterized.parameters(*_KILLED)
     @pytest.mark.stress
@@ -296,7 +296,7 @@ class KilledTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(counts, expected, atol=2e-3)
         sizes = [rows for _, rows in values]
         self.assertLess(len(sizes[victim]), _NUM_STEPS * _NUM_EPOCHS)
-        for step in range(1, len(sizes[victim]) + 1):  # From its first step on, it has its part again.
+        for step in range(1, len(sizes[victim]) + 1):  # From its first step on, the rank has its part again.
             self.assertEqual([of_rank[-step] for of_rank in sizes], [_BATCH_SIZE * n // sum(shares) for n in shares])
         others = [of_rank for rank, of_rank in enumerate(sizes) if rank != victim]
         for of_rank in others:

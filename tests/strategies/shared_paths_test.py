@@ -1,4 +1,4 @@
-"""One path for the callbacks of all ranks, as in TensorFlow's tutorials: none writes over another one's files."""
+"""Tests of one path for all ranks' callbacks, as in TensorFlow's tutorials: no rank overwrites another's files."""
 
 import pathlib
 import shutil
@@ -16,7 +16,7 @@ _ROWS = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
 
 def _train(strategy, folder, num_epochs, callbacks=None):
-    """The number of the first epoch, and of those that were made."""
+    """Trains; returns the numbers of the epochs that were made."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")

@@ -1,6 +1,6 @@
-"""Who owns each kind of state, under every strategy: the table of `docs/data.md`, with plain Keras as the reference.
+"""Tests the owner of each kind of state under every strategy: the table of `docs/data.md`, compared with plain Keras.
 
-Both ranks see the rows that one process sees, unless a test says otherwise. So they make its steps.
+Both ranks see the rows that one process sees, unless a test says otherwise. So they make the same steps.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _NUM_ROWS = 32
 _BATCH_SIZE = 8
 _LEARNING_RATE = 0.05
 
-# Each strategy in settings whose steps are those of one process, if that is possible, and in others with a name.
+# Each strategy with settings whose steps equal those of one process, if possible. Other settings have a name.
 _MEMBERS = {name: (member, {}) for name, member in MEMBERS.items() if name != "own"}
 _MEMBERS["pipe_sgd"] = (MEMBERS["pipe_sgd"], {"pipeline_width": 1})
 _MEMBERS["pipe_sgd_wide"] = (MEMBERS["pipe_sgd"], {"pipeline_width": 2})
@@ -40,7 +40,7 @@ def _rows(num_columns, seed=0):
 
 
 def _twice(rows):
-    """Each batch twice as long, so that two ranks both see what one process sees."""
+    """Repeats the rows of each batch, so that both ranks see the rows that one process sees."""
     batches = rows.reshape(-1, _BATCH_SIZE, *rows.shape[1:])
     return np.concatenate([batches, batches], axis=1).reshape(-1, *rows.shape[1:])
 
@@ -101,7 +101,7 @@ class Queue(keras.layers.Layer):
 
 
 class Program(keras.Model):
-    """Has a state of each kind, assigned before and behind the update."""
+    """A model with a state of each kind, assigned before and after the update."""
 
     def __init__(self):
         super().__init__()
@@ -158,7 +158,7 @@ def _state_of(program):
 
 
 class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
-    """Weights that a program assigns, in a step or between two."""
+    """Tests of weights that a program assigns, in a step or between two steps."""
 
     def _assert_equals_one_process(self, name, run, rtol=1e-4, atol=1e-4):
         expected = run(None)
@@ -174,7 +174,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=3)
     @pytest.mark.stress(but=1)
     def test_in_a_step_before_the_update(self, name):
-        """Spectral normalization assigns the kernel, and does not take that back."""
+        """Spectral normalization assigns the kernel for good."""
 
         def run(strategy):
             with _scope(strategy):
@@ -184,7 +184,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
         if name in _KEEPS_A_COPY:
             self._assert_refused(name, run, "in a training step, before the update")
-        elif name == "canary":  # What the other rank has changed comes on top, in the worst case all of it at the end.
+        elif name == "canary":  # The other rank's changes are added, at worst all at the end.
             for weights in _of_ranks(name, run):
                 self.assertBetween(np.linalg.norm(weights[0], 2), 0.8, 2.0)
         else:
@@ -194,7 +194,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=3)
     @pytest.mark.stress(but=1)
     def test_between_two_steps(self, name):
-        """A mask of weights that a callback applies after each step."""
+        """A callback applies a mask to weights after each step."""
 
         def run(strategy):
             with _scope(strategy):
@@ -205,7 +205,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
         if name in _KEEPS_A_COPY:
             self._assert_refused(name, run, "between two training steps")
-        elif name == "canary":  # What was masked goes to the others as any change: through a codec, and late.
+        elif name == "canary":  # The masking is sent as any change: through a codec, and late.
             for kernel, _ in _of_ranks(name, run):
                 self.assertAllClose(kernel[[1, 3, 4], 0], np.zeros(3), atol=0.2)
         else:
@@ -215,7 +215,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_eagerly_behind_the_update(self, name):
-        """Where no graph tells what a step assigns. What constraints assign is the optimizer's own."""
+        """In eager steps no graph shows assignments. The assignments of constraints belong to the optimizer."""
 
         class Clipped(keras.Sequential):
             def train_step(self, data):
@@ -245,7 +245,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_KEEPS_A_COPY)
     @pytest.mark.stress
     def test_eagerly_and_on_two_devices(self, name):
-        """What is refused in a graph is refused there, too; and plain training with weight decay is not."""
+        """Eager steps and two devices refuse the same as a graph, and accept plain training with weight decay."""
         member, settings = _MEMBERS[name]
 
         def fit(model, strategy, is_masked):
@@ -354,7 +354,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
             self._assert_equals_one_process(name, run)
 
     def test_weights_that_are_swapped_for_validation_and_back(self):
-        """Under SHAT, too, whose servers do not see it."""
+        """This works under SHAT, too, because the servers do not see the swap."""
 
         def run(strategy):
             with _scope(strategy):
@@ -368,7 +368,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class StatesTest(tf.test.TestCase, parameterized.TestCase):
-    """States that no optimizer updates."""
+    """Tests of states that no optimizer updates."""
 
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.slow(after=3)
@@ -388,11 +388,11 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
         expected, *_ = run(None)
         ranks = _of_ranks(name, run)
-        num_rows = sum(_BATCH_SIZE * before["counts"][1] for before, *_ in ranks)  # Some ranks pass over steps.
+        num_rows = sum(_BATCH_SIZE * before["counts"][1] for before, *_ in ranks)  # Some ranks skip steps.
         for _, after, _ in ranks:
             self.assertAllClose(np.linalg.norm(after["queue"][0], axis=1), np.ones(16), atol=1e-5)
             self.assertEqual(after["counts"][0], num_rows)
-        if _MEMBERS[name][0].is_in_lock_step:  # They agree at the end of each epoch.
+        if _MEMBERS[name][0].is_in_lock_step:  # Ranks agree at the end of each epoch.
             self.assertAllEqual([before["counts"][0] for before, *_ in ranks], [num_rows] * len(ranks))
         for kind in ("student", "teacher", "extremes", "of_first"):  # Equal to the bit.
             self.assertAllEqual(*[np.concatenate([np.ravel(v) for v in after[kind]]) for _, after, _ in ranks])
@@ -410,7 +410,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=2)
     @pytest.mark.stress(but=1)
     def test_a_mark_of_a_layer_leaves_its_trained_weights_out(self, name, mark):
-        """They belong to the strategy, within `fit` and by `synchronize`."""
+        """Trained weights belong to the strategy, in `fit` and in `synchronize`."""
 
         class Counting(keras.layers.Dense):
             def build(self, shape):
@@ -439,7 +439,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         for kernel, rows in ranks:
             self.assertAllEqual(kernel, ranks[0][0])
             self.assertEqual(rows, num_rows if mark == "sum" else num_rows / 2)
-            if name != "hop":  # Its ranks make other steps in each run.
+            if name != "hop":  # Hop's ranks make other steps in each run.
                 self.assertAllClose(kernel, unmarked[0][0], rtol=1e-6)
             self.assertAllClose(kernel, plain, atol=0.3)
 
@@ -465,7 +465,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected, rtol=1e-4)
 
     def test_sums_of_truth_values(self):
-        """An aggregation is refused, as a mark of the variable is; a mark of a layer leaves such a state out."""
+        """An aggregation or a mark of such a variable is refused. A mark of its layer leaves the variable out."""
 
         class Flagged(keras.Model):
             def __init__(self, aggregation):
@@ -496,7 +496,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(freezes=["before it is built", "when it is built", "after it was trained"])
     @pytest.mark.stress(but=1)
     def test_synchronize_leaves_a_frozen_teacher_alone(self, freezes):
-        """Keras says so by `trainable`: TensorFlow's variable still says that it may be trained."""
+        """Keras's `trainable` says that the teacher is frozen. TensorFlow's variable is still marked as trainable."""
 
         class Taught(keras.Model):
             def __init__(self):
@@ -530,7 +530,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
         name = "hop" if freezes == "after it was trained" else "pipe_sgd"
         (first, of_first), (second, of_second) = _of_ranks(name, run)
-        if freezes == "after it was trained":  # Ranks average what they have trained.
+        if freezes == "after it was trained":  # Ranks average weights that they have trained.
             self.assertEqual(of_first, of_second)
         else:
             self.assertNotEqual(first, second)
@@ -540,7 +540,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=2)
     @pytest.mark.stress(but=1)
     def test_sums_that_a_program_assigns(self, name):
-        """At the begin of each epoch, between two fits, by a callback at the end, and after `fit` has failed."""
+        """Assigns at the begin of each epoch, between two fits, in a callback at the end, and after a failed `fit`."""
 
         def run(strategy):
             with _scope(strategy):
@@ -577,14 +577,14 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
         expected = run(None)
         self.assertEqual(expected, [32, 96, 32, 96, 96, 128, 69])
-        if name == "hop":  # `EarlyStopping` restores what a rank alone has counted since `synchronize`.
+        if name == "hop":  # `EarlyStopping` restores a rank's own counts since `synchronize`.
             expected[5] = 96 + 16
         self.assertEqual(_of_ranks(name, run), [expected] * 2)
 
     @parameterized.parameters("pipe_sgd", "hop")
     @pytest.mark.stress(but=1)
     def test_sums_of_a_custom_loop(self, name):
-        """What is assigned right after `synchronize` counts from the next `synchronize` on."""
+        """A value assigned right after `synchronize` counts from the next `synchronize` on."""
 
         def run(strategy):
             with _scope(strategy):
@@ -607,7 +607,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(_of_ranks(name, run), [[6, 12, 0, 2]] * 2)
 
     def test_sums_of_epochs_of_different_lengths(self):
-        """A rank that misses an agreement counts once in the next one, at which all ranks are."""
+        """A rank that misses an agreement counts once in the next one, in which all ranks take part."""
 
         def run(strategy):
             with strategy.scope():
@@ -630,7 +630,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=1)
     def test_scales_of_float8(self, name):
-        """They hold the rows of all ranks, of which one has rows 100 times larger."""
+        """Scales fit the rows of all ranks. One rank's rows are 100 times larger."""
         member, settings = _MEMBERS[name]
         x = _rows(6).reshape(4, 8, 6)
         x[:, 4:] *= 100  # Rank 1's.
@@ -689,7 +689,7 @@ def _at_batch_end(call):
 
 
 def _loop_step(model, strategy, count=lambda: None):
-    """A step of a custom loop on the same batch; in a tf.function. It calls `count`."""
+    """Returns a step of a custom loop, which trains on the same batch in a tf.function and calls `count`."""
     x, y = tf.constant(_rows(6)[:_BATCH_SIZE]), tf.constant(_rows(6)[:_BATCH_SIZE, :1])
 
     def replica_step():

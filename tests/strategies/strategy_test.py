@@ -1,4 +1,4 @@
-"""The base of the strategies: what it refuses, and a world of one. What ranks do together is in hop_fit_test.py."""
+"""Tests of the strategies' base class: its refusals, and a world of one. `hop/fit_test.py` tests several ranks."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def _tf_config(task_type, index, **cluster):
 
 
 class Separate(keras.Model):
-    """Two variables that one optimizer updates one after the other, with no change of their own."""
+    """Two variables that one optimizer updates one after the other, with zero gradients."""
 
     def __init__(self, rank):
         super().__init__()
@@ -56,7 +56,7 @@ def train_parts_with_one_optimizer():
 
 
 class Counting(keras.Sequential):
-    """Counts the rows that it trains on; run eagerly."""
+    """Counts the rows that it trains on. Must run eagerly."""
 
     num_rows = 0
 
@@ -66,7 +66,7 @@ class Counting(keras.Sequential):
 
 
 def count_rows():
-    """How many of 8 rows this rank trains on, by the way the data is given to `fit`."""
+    """Returns the number of rows, of 8, that this rank trains on, by the form of the data for `fit`."""
     strategy = hop_tf.HopStrategy(topology="complete")
     dataset = tf.data.Dataset.from_tensor_slices((np.ones((8, 1), "float32"), np.ones((8, 1), "float32"))).batch(4)
     rows = {}
@@ -160,7 +160,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
         ({"synchronization": "notify_ack", "max_staleness": 1}, "`synchronization` must be 'queues' with backup"),
     )
     def test_what_hop_cannot_train_with(self, arguments, message):
-        """`hop_settings_test` and `topology_test` have the rest."""
+        """Other cases are in `hop/settings_test` and `topology_test`."""
         addresses = [f"localhost:{port}" for port in range(1000, 1004)]
         with _tf_config("worker", 0, worker=addresses), self.assertRaisesRegex(ValueError, message):
             hop_tf.HopStrategy(**arguments)
@@ -213,7 +213,7 @@ class RestartedTest(tf.test.TestCase, parameterized.TestCase):
 class OwnNameTest(parameterized.TestCase):
     @parameterized.parameters("pipe_sgd", "shat")
     def test_a_loopback_address_is_refused_before_others_are_waited_for(self, name):
-        """As Debian's /etc/hosts has it; the others would be refused at the address by which they know this machine."""
+        """Debian's /etc/hosts has such an address. The others could not reach this machine at the address they know."""
         known = {"node1": "127.0.1.1", "node2": "10.0.0.2", "node3": "10.0.0.3"}
 
         def look_up(host, *arguments, **keywords):
@@ -260,7 +260,7 @@ class WorldOfOneTest(tf.test.TestCase, parameterized.TestCase):
 
 class LargeWorldTest(tf.test.TestCase):
     def test_what_ranks_compare_is_short(self):
-        """It travels in every greeting."""
+        """Every greeting contains this description."""
         num_ranks = 300
         identities = []
         for topology in ("ring_based", np.full((num_ranks, num_ranks), 1 / num_ranks)):

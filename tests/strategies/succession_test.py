@@ -1,4 +1,4 @@
-"""Strategies that processes make one after the other on the same addresses, though ranks are not done at one time."""
+"""Tests of strategies made one after the other on the same addresses, although ranks end at different times."""
 
 import json
 import os
@@ -14,12 +14,12 @@ from hop_tf.tools.testing import MultiProcessRunner
 
 _NUM_WORKERS = 3
 _TIMEOUT_SECONDS = 5
-# Seconds that a rank takes to shut a strategy down after its training, and to make the next one: by strategy and rank.
+# By strategy and rank, seconds before a rank shuts the strategy down after its training, and before it makes the next.
 _PAUSES = ({1: (2 + _TIMEOUT_SECONDS, 1)}, {0: (2, 1), 2: (1, 0)}, {2: (2, 0)}, {})
 
 
 def _train(strategy):
-    """The weights after training."""
+    """Trains; returns the weights."""
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.05), "mse")
@@ -29,7 +29,7 @@ def _train(strategy):
 
 
 def _run():
-    """The final weights of each strategy that trains."""
+    """Returns the final weights under each strategy that trains."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     options = hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
     weights = []
@@ -44,9 +44,9 @@ def _run():
     return weights
 
 
-# Each, and whether it trains: where it does not, ranks do not meet.
+# Strategies, with True if they train. Without training, ranks do not meet.
 _STRATEGIES = (
-    (hop_tf.HopStrategy, True),  # It lets a process that was started again take part: one that has gone on is none.
+    (hop_tf.HopStrategy, True),  # It admits restarted processes. A process that has gone on is not one.
     (hop_tf.PipeSGDStrategy, True),
     (hop_tf.HopStrategy, False),
     (hop_tf.HopStrategy, True),

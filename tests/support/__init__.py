@@ -1,4 +1,4 @@
-"""What tests of several strategies share: the strategies, models and callbacks."""
+"""Strategies, models and callbacks for tests of several strategies."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from hop_tf.runtime import choices
 from hop_tf.runtime.autotuning import Autotuner
 from hop_tf.tools.testing import InProcessCluster
 
-# Whether this is `make stress`, which tries many events where `make test` tries some.
+# True in `make stress`, which tries many events. `make test` tries some.
 IS_STRESS = "HOP_TF_SCHEDULE_SEED" in os.environ
 NUM_RANKS = 2  # Of `Member.run`.
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -32,16 +32,16 @@ LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDS
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A strategy, and what it promises.
+    """A strategy and its promises.
 
     Attributes:
-      make: Makes it; called with `cluster_resolver` and `communication_options`.
-      num_ps: Parameter servers that it needs.
-      is_in_lock_step: Whether ranks wait for each other anyhow, so that values of all of them may be combined.
-      is_equal_after_fit: Whether what is trained is equal on all ranks, to the bit, when `fit` has ended.
-      goes_on_without_lost: Whether the others go on when a rank dies; else they raise PeerLostError.
-      num_devices: Of each rank.
-      refuses: Where it cannot keep a promise: by the name of the test, what the error says that users get in its place.
+      make: Makes the strategy; called with `cluster_resolver` and `communication_options`.
+      num_ps: Number of parameter servers that the strategy needs.
+      is_in_lock_step: True if ranks wait for each other anyway, so that values of all ranks may be combined.
+      is_equal_after_fit: True if trained variables are equal on all ranks, to the bit, when `fit` has ended.
+      goes_on_without_lost: True if the others go on when a rank dies. Otherwise they raise PeerLostError.
+      num_devices: Number of devices of each rank.
+      refuses: By the name of each test whose promise the strategy cannot keep, the error that users get instead.
     """
 
     make: Callable
@@ -53,11 +53,11 @@ class Member:
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def run(self, fn, options=_OPTIONS, **settings):
-        """What `fn(strategy)` returns on each of `NUM_RANKS` ranks in this process.
+        """Calls `fn(strategy)` on each of `NUM_RANKS` ranks in this process; returns the results.
 
         Args:
-          fn: What a rank does.
-          options: How ranks talk to each other.
+          fn: Called on each rank.
+          options: Communication options.
           **settings: Further arguments of the strategy.
         """
 
@@ -89,7 +89,7 @@ MEMBERS = {
         is_equal_after_fit=True,
     ),
 }
-# The same, with two devices in each rank: `conftest.py` has them made of the processor, and so does a test's process.
+# The same, with two devices in each rank. `conftest.py` makes them of the processor, and so does a test's process.
 TWO_DEVICES = ["CPU:0", "CPU:1"]
 ON_TWO_DEVICES = {
     f"{name}_on_two_devices": dataclasses.replace(
@@ -100,18 +100,18 @@ ON_TWO_DEVICES = {
 
 
 def make_two_devices():
-    """Makes `TWO_DEVICES` of the processor, where TensorFlow is not in use yet."""
+    """Makes `TWO_DEVICES` of the processor. Call this before TensorFlow is in use."""
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(TWO_DEVICES))
 
 
 def linear_loss(y, y_pred):
-    """Its gradients do not depend on the weights: their order, and what they add up to, are known beforehand."""
+    """A loss whose gradients do not depend on the weights, so that their sum is known in advance."""
     return tf.reduce_sum(y * y_pred, axis=-1)
 
 
 def two_kernels(num_inputs, num_outputs, kernel="ones", names=("first", "second")):
-    """The products of inputs and two kernels, added.
+    """A model that adds the products of the inputs with two kernels.
 
     Args:
       num_inputs: Length of an input.
@@ -125,7 +125,7 @@ def two_kernels(num_inputs, num_outputs, kernel="ones", names=("first", "second"
 
 
 def error_of(call, *arguments, **keywords):
-    """What a call raises; None if it returns."""
+    """Returns the error that a call raises, or None."""
     try:
         call(*arguments, **keywords)
     except Exception as error:
@@ -145,7 +145,7 @@ class OneWeight(keras.Model):
 
 
 class OwnOptimizers(keras.Model):
-    """Has an optimizer for each kernel, and a linear loss. Optimizers get their variables in the first step."""
+    """A model with an optimizer for each kernel and a linear loss. Optimizers get their variables in the first step."""
 
     def __init__(self, network, optimizers):
         super().__init__()
@@ -167,7 +167,7 @@ class OwnOptimizers(keras.Model):
 
 
 class Unused(keras.layers.Layer):
-    """Has a variable that gets no gradient."""
+    """A layer with a variable that gets no gradient."""
 
     def build(self, shape):
         self.unused = self.add_weight(shape=(3,), initializer="ones")
@@ -177,7 +177,7 @@ class Unused(keras.layers.Layer):
 
 
 def fewer_steps(strategy, num_steps, rank=1):
-    """Further arguments of `fit`, with which a rank makes only so many steps, and the others go on."""
+    """Returns arguments of `fit` with which one rank makes only `num_steps` steps, and the others go on."""
     return {"epochs": 1, "steps_per_epoch": num_steps} if strategy.rank == rank else {}
 
 
@@ -195,7 +195,7 @@ class StopRank1(keras.callbacks.Callback):
 
 
 def start_program(test, command, **arguments):
-    """Starts a program whose output `test` reads; it is killed when the test has ended."""
+    """Starts a program whose output `test` can read. Kills the program when the test has ended."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **arguments)
     test.addCleanup(process.stdout.close)
     test.addCleanup(process.wait)
@@ -204,7 +204,7 @@ def start_program(test, command, **arguments):
 
 
 class AbortOnRank1(keras.callbacks.Callback):
-    """Ends the job on rank 1, while the others are between two steps and have heard of it when they go on."""
+    """Raises an error on rank 1. The others wait between two steps until they have heard of the error."""
 
     def __init__(self, strategy):
         super().__init__()
@@ -219,7 +219,7 @@ class AbortOnRank1(keras.callbacks.Callback):
 
 
 def train_with_late_determinism(cluster, world_size, train):
-    """Trains on all ranks of a cluster, whose operations become deterministic when all strategies are made."""
+    """Trains on all ranks. Operations become deterministic only after all strategies have been made."""
     all_are_made = threading.Barrier(world_size)
 
     def run(strategy):
@@ -232,7 +232,7 @@ def train_with_late_determinism(cluster, world_size, train):
 
 
 def scripted_choices(script):
-    """An `Autotuner.hear` that follows a script in place of times: `script(step)` is the setting of a step."""
+    """Patches `Autotuner.hear` so that `script(step)` chooses the setting of a step, instead of measured times."""
 
     def hear(self, mean):
         self._num_steps += 1

@@ -128,7 +128,7 @@ class PatienceTest(absltest.TestCase):
 
 
 class GreetingTest(TransportTestMixin, absltest.TestCase):
-    """A greeting that was changed is refused, and one that is refused may be tried again: nobody has failed."""
+    """A changed greeting is refused. A refused rank may try again, and no rank has failed."""
 
     member = GrpcTransport
 
@@ -211,7 +211,7 @@ class TransportTest(TransportTestMixin, parameterized.TestCase):
 
     @parameterized.parameters(TcpTransport, GrpcTransport)
     def test_a_message_that_was_swallowed_is_sent_again(self, member):
-        """Nothing comes behind it, by which the other side could see that it is missing."""
+        """The sender sends a lost message again, although no later message shows the receiver that one is missing."""
         self.member = member
         num_swallowed = 0
 

@@ -31,7 +31,7 @@ _DEADLINE_SECONDS = 60.0
 
 
 def train(addresses, credentials, gate):
-    """What runs in the processes; returns the counters."""
+    """Trains in a rank's process; returns the counters."""
     strategy = hop_tf.HopStrategy(
         topology="complete",
         cluster_resolver=tf.distribute.cluster_resolver.SimpleClusterResolver(
@@ -47,7 +47,7 @@ def train(addresses, credentials, gate):
         if (strategy.rank, batch) == (1, _STOP):
             os.mkfifo(gate)
             print("stops")
-            with open(gate):  # Until the test opens it, too.
+            with open(gate):  # Blocks until the test opens the pipe, too.
                 pass
 
     x, y = np.ones((4 * _NUM_STEPS, 4)), np.ones((4 * _NUM_STEPS, 1))

@@ -110,7 +110,7 @@ class GreetingTest(tf.test.TestCase):
     @fuzzed
     @hypothesis.given(st.data())
     def test_a_hello_of_one_who_knows_the_token(self, data):
-        """What it says is not believed the more for that."""
+        """The hello is sealed with the right token after its contents were changed: the handshake checks them, too."""
         challenge, session = self.handshake.challenge()
         theirs = Session(Secret(None), challenge, encrypted=False)
         hello = theirs.seal_hello(data.draw(_changed(_HELLO)))

@@ -1,4 +1,4 @@
-"""What a server makes of garbage."""
+"""Tests of a server that gets garbage."""
 
 import concurrent.futures
 import contextlib
@@ -27,7 +27,7 @@ from support.transports import (
 
 class ExecutorTest(absltest.TestCase):
     def test_what_is_about_to_run_can_be_waited_for(self):
-        """Else a transport could not be closed while a peer opens a stream."""
+        """Otherwise a transport could not be closed while a peer opens a stream."""
         executor, joined, start = (
             grpc_server.DaemonExecutor("test"),
             concurrent.futures.Future(),

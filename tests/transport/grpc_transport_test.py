@@ -1,4 +1,4 @@
-"""What the transports between processes do beyond the contract: broken connections, addresses, and exit."""
+"""Tests of transports between processes beyond the contract: broken connections, addresses, and exit."""
 
 import contextlib
 import gc
@@ -49,7 +49,7 @@ class DeadPeerTest(TransportTestMixin, absltest.TestCase):
         wait_until(lambda: first.status(1).refused_seconds > 0)
 
     def test_one_that_has_gone_costs_next_to_nothing(self):
-        """Whoever is left trains on, and a channel of gRPC costs as much as a small step."""
+        """The remaining ranks train on, and a channel of gRPC costs as much as a small step."""
         num_opened, open_channel = [], GrpcTransport._open_channel
         with mock.patch.object(
             GrpcTransport, "_open_channel", lambda *args: (num_opened.append(1), open_channel(*args))[1]
@@ -111,14 +111,14 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
 
     @pytest.mark.slow
     def test_calls_end_without_the_garbage_collector(self):
-        """Those that are left to it when the interpreter ends may wait for a lock that nobody will release."""
+        """Calls that are left to the collector at the interpreter's end may wait for a lock that is never released."""
         gc.collect()
         gc.disable()
         self.addCleanup(gc.enable)
         before = len(self._calls())
         first, second = self.start()
         self.check_works(first, second)
-        second.close()  # Calls break off, and others find nobody there.
+        second.close()  # Calls are aborted, and new ones find no listener.
         wait_until(lambda: first.status(1).refused_seconds > 0)
         first.close()
         wait_until(lambda: len(self._calls()) <= before)
@@ -155,7 +155,7 @@ class BrokenConnectionTest(TransportTestMixin, absltest.TestCase):
         for index, payload in enumerate(payloads):
             sender.send(1, "queue", number(index), [payload], lane=index % 2)
             if index % 20 == 10:
-                # Somewhere within what is under way.
+                # Somewhere within the messages in flight.
                 before = proxies[-1].num_bytes
                 wait_until(lambda before=before: proxies[-1].num_bytes > before or sender.flush(1, 0.0))
                 for proxy in proxies:

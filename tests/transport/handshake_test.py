@@ -1,4 +1,4 @@
-"""Who may join, and who is told why not."""
+"""Tests of the handshake: it admits or refuses processes, and names the reason."""
 
 import datetime
 import ipaddress
@@ -113,9 +113,9 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         self.assertIsNone(first.status(1).failure)
 
     def test_a_later_strategy_of_a_process_is_told_to_wait(self):
-        """It may be of another kind. The earlier one does without that process, and nobody takes it for restarted.
+        """The later strategy may be of another kind. Ranks in the earlier one do not take the process for restarted.
 
-        That is nothing to be warned of.
+        They go on without that process, and log no warning.
         """
         for have_met in (True, False):
             with self.subTest(have_met=have_met), self.assertNoLogs("absl", "WARNING"):
@@ -195,7 +195,7 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         self.assertEmpty(restarts)
 
     def test_servers_are_in_no_turn(self):
-        """A later strategy of a worker that it has met is later all the same, and no restart."""
+        """A later strategy of a worker that the server has met still counts as later, and not as a restart."""
         addresses, restarts = self.addresses(2), []
         self.start_at(0, addresses, incarnation="p.0").close()
         worker = self.start_at(0, addresses, incarnation="p.1")
@@ -253,7 +253,7 @@ class TlsTest(TransportTestMixin, absltest.TestCase):
                 self.check_works(second, first)
 
     def test_a_certificate_for_another_host_is_refused_and_the_others_go_on(self):
-        """Though the authority is the same: whoever has a certificate of it could pass as any rank."""
+        """Although the authority is the same. Otherwise any host with a certificate could pass as any rank."""
         addresses = self.addresses(3)
         ours = CommunicationOptions(**self.ours)
         first, second = (self.start_at(rank, addresses[:2], options=ours) for rank in (0, 1))

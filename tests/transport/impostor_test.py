@@ -1,4 +1,4 @@
-"""Who passes as a rank, listens to ranks, or writes into what they send: what that brings with and without a token."""
+"""Tests of attackers with and without a token: they pose as a rank, listen to ranks, or change sent data."""
 
 import socket
 import unittest.mock
@@ -44,7 +44,7 @@ class ImpostorTestCase(TransportTestMixin, absltest.TestCase):
 
 class GreetingTest(ImpostorTestCase):
     def test_a_stranger_does_not_end_a_job(self):
-        """Though no token keeps him out: neither by what he disagrees on nor as a process that was started again."""
+        """No token keeps the stranger out. It ends no job, neither with a mismatch nor as a restarted process."""
         for on_restart in (None, lambda rank: self.fail(f"rank {rank} was not restarted")):
             addresses = self.addresses(2)
             first, second = (self.start_at(rank, addresses, on_restart=on_restart) for rank in range(2))

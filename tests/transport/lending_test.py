@@ -58,7 +58,7 @@ class LendingTest(absltest.TestCase):
             thread.join()
             with self.lending.waiting():
                 pass
-            self.lending.lend()  # For a while nobody wants it.
+            self.lending.lend()  # For a while no thread wants the lane.
             self.assertFalse(self.lending.borrow())
 
     def test_goes_back_when_a_thread_waits_or_the_lane_ends(self):

@@ -1,4 +1,4 @@
-"""What transports record: both ends of the same messages, and how far the peers' clocks are off."""
+"""Tests of records of transports: both ends of the same messages, and the offsets of peers' clocks."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ from support.transports import TransportTestMixin, wait_until
 
 
 class RecordsContract(TransportTestMixin):
-    """What every transport records."""
+    """Tests of the records of every transport."""
 
     def setUp(self):
         super().setUp()

@@ -1,4 +1,4 @@
-"""What those can do who reach a port and are no ranks: nothing that lasts."""
+"""Tests that processes that reach a port but are no ranks do no lasting harm."""
 
 import contextlib
 import errno

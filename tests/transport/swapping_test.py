@@ -353,7 +353,7 @@ class TransportTest(TransportTestMixin, _Case):
         self.assertEqual([message.payload.size for message in collector.messages], [12 << 20, 100, 100, 100] * 20)
 
     def test_other_messages_come_soon(self):
-        """Those that nobody expects, on a lane that is lent."""
+        """Other messages than the expected ones also come soon on a lane that is lent."""
         sender, receiver = self.start()
         collector = Collector()
         receiver.register("queue", collector)
@@ -579,7 +579,7 @@ class SwapTest(TransportTestMixin, _Case):
 
 
 def _parts(sender, number, num_bytes):
-    """A payload of so many bytes, in parts."""
+    """Returns a payload of `num_bytes` bytes, in parts."""
     data = np.random.default_rng([sender, number]).integers(0, 256, num_bytes, np.uint8)
     return np.split(data, [num_bytes // 3, num_bytes // 2])
 

@@ -1,4 +1,4 @@
-"""What `TcpTransport` does with its sockets."""
+"""Tests of the sockets of `TcpTransport`."""
 
 import contextlib
 import errno
@@ -43,7 +43,7 @@ class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
         return parse_reply(Connection(end).read_frame().header), session
 
     def check_ends(self, end):
-        """Nothing comes from a connection any more but a challenge."""
+        """Checks that the connection ends, and that only a challenge comes before."""
         with contextlib.suppress(ConnectionError):
             while data := end.recv(1000):
                 self.assertEqual(framing.decode(data).kind, FrameKind.CHALLENGE)
@@ -186,12 +186,12 @@ class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
             self.start_at(0, self.addresses(2), options=options)
 
     def test_an_interface_that_cannot_be_reached(self):
-        """What is to go there goes over gRPC, and a warning says so."""
+        """Messages for that interface go over gRPC, and a warning names it."""
         addresses = self.addresses(3)
         first, second = (
             self.start_at(rank, addresses, options=CommunicationOptions(interfaces=("127.0.0.2",))) for rank in range(2)
         )
-        second._handshake.interface_addresses = (addresses[2],)  # Nobody listens there.
+        second._handshake.interface_addresses = (addresses[2],)  # No process listens there.
         collector = self.register(second)
         with self.assertLogs("absl", "WARNING") as logs:
             first.send(1, "queue", b"header", [np.zeros(4, np.uint8)], lane=1)

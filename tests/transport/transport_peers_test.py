@@ -17,7 +17,7 @@ def number(index):
 
 
 class PeerContract(TransportTestMixin):
-    """What `Transport` promises about peers, counters, `flush` and `close`."""
+    """Tests of the promises of `Transport` about peers, counters, `flush` and `close`."""
 
     # Counters, flush and close.
 

@@ -18,7 +18,7 @@ def number(index):
 
 
 class MessageContract(TransportTestMixin):
-    """What `Transport` promises about messages and handlers."""
+    """Tests of the promises of `Transport` about messages and handlers."""
 
     # Messages.
 

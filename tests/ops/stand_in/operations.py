@@ -40,7 +40,7 @@ _NAMES = {
 
 @functools.cache
 def _folder():
-    """Where the libraries are."""
+    """Builds the libraries and returns their folder."""
     folder = tempfile.TemporaryDirectory()
     atexit.register(folder.cleanup)
     start = time.perf_counter()
@@ -156,7 +156,7 @@ class RegistrationTest(_TestCase):
 
 
 class FallbackTest(_TestCase):
-    """Where GPUs cannot run the kernels, the processor has them all the same."""
+    """Tests that the processor has the kernels even if GPUs cannot run them."""
 
     def setUp(self):
         super().setUp()

@@ -151,7 +151,7 @@ class Results:
     code: int
     message: str
     outputs: list[np.ndarray]
-    inputs: list[np.ndarray]  # What they hold afterwards.
+    inputs: list[np.ndarray]  # The inputs after the call.
     forwarded: list[int]  # For each output, the input in whose memory it lies, or -1.
     error: str  # Of the device, and of writes beside arrays.
 
@@ -160,7 +160,7 @@ class StandIn:
     """The stand-in for TensorFlow with the operations of `folder`.
 
     Args:
-      folder: Where `build` has put the libraries.
+      folder: The folder in which `build` has put the libraries.
     """
 
     def __init__(self, folder: pathlib.Path):
@@ -171,7 +171,7 @@ class StandIn:
         ctypes.CDLL(str(folder / OPERATIONS))  # Registers them.
 
     def _load_cuda(self, path: pathlib.Path) -> str:
-        """As `ops/native.py` does."""
+        """Loads the CUDA library as `ops/native.py` does; returns its error, or an empty text."""
         try:
             find_error = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL).HopTfCudaError
         except OSError as error:
@@ -213,7 +213,7 @@ class StandIn:
             function.restype, function.argtypes = result, arguments
 
     def num_live(self) -> int:
-        """Buffers, tensors, statuses and shapes that nobody has given back."""
+        """Returns the number of buffers, tensors, statuses and shapes that were not released."""
         return self._library.StandInNumLive()
 
     def registered(self) -> tuple[dict[str, Definition], set[tuple[str, str]]]:
@@ -261,8 +261,8 @@ class StandIn:
           operation: Its name.
           inputs: One array for each input.
           attributes: All that the operation has.
-          shared: The inputs that something else needs, too.
-          num_allocations: How many outputs and scratch arrays there is memory for; -1: all.
+          shared: The inputs that other operations need, too.
+          num_allocations: Number of outputs and scratch arrays for which there is memory; -1: all.
         """
         call = self._library.StandInNewCall(device.encode(), operation.encode(), num_allocations)
         if call is None:

@@ -43,7 +43,7 @@ def _fit():
 
 @functools.cache
 def _expected():
-    """Weights after training in one process."""
+    """Returns the weights after training in one process."""
     return _fit()
 
 
@@ -58,7 +58,7 @@ def _exchange(strategy):
 
 
 def _with_times(seconds):
-    """An `Autotuner.own` with an exchange of so many seconds for each way, in place of what was measured."""
+    """Patches `Autotuner.own` so that an exchange takes `seconds` of each way instead of measured times."""
     own = Autotuner.own
 
     def own_of_ways(self, times, is_late=False):
@@ -110,7 +110,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     def test_what_a_codec_has_lost_goes_along(self):
-        """Ranks with a codec that adds what it has lost to the next step stay equal to the bit."""
+        """Ranks with error feedback stay equal to the bit when the algorithm changes."""
         codec = codecs.Int8(error_feedback=True)
         with scripted_choices(lambda step: Setting(step // 2 % 2, 1)):
             results = _cluster(3, codec=codec).run(_fit_in)
@@ -148,7 +148,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         ({"algorithm": "bcube:2,2"}, 4, 2, ["bcube:2,2"]),
     )
     def test_what_ranks_choose_from(self, settings, world_size, num_interfaces, algorithms):
-        """A given algorithm is kept, and so is the codec."""
+        """Ranks keep a given algorithm, and the codec."""
         settings = hop_tf.CanaryStrategy(consistency="bsp", **settings)._settings
         ways = [Way(algorithm, codecs.get("sketch")) for algorithm in algorithms]
         self.assertEqual(settings.ways(world_size, num_interfaces), ways)
@@ -161,7 +161,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(settings.asynchronous(1).network, Mesh())
 
     def test_what_is_told_keeps_the_settings(self):
-        """If several interfaces were for a BCube, and another algorithm was chosen, that one uses the first."""
+        """Several interfaces are for a BCube. Any other algorithm uses only the first one."""
         for interfaces, algorithm, more in (
             (None, "ring", ""),
             (_INTERFACES, "ring", ", interfaces=['127.0.0.1']"),

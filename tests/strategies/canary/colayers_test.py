@@ -1,4 +1,4 @@
-"""How variables are bundled into colayers."""
+"""Tests of bundling variables into colayers."""
 
 import numpy as np
 import tensorflow as tf
@@ -28,7 +28,7 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(max(sizes), 1.01 * 4 * 4096 * 4096)
 
     def test_vectors_stay_with_their_kernel(self):
-        """However many colayers there may be: a bias alone is a message for nothing."""
+        """With any number of colayers, a bias never gets its own, because its message would carry too little."""
         specs = _specs((4,), (9, 4), (4,), (4, 2), (2,), (2,))
         self.assertEqual(bundle(specs, 10), [[5, 4, 3], [2, 1], [0]])
 
@@ -48,7 +48,7 @@ class BundleTest(tf.test.TestCase, parameterized.TestCase):
         specs = _specs((3, 3, 1, 32), (32,), (3, 3, 32, 32), (32,), (800, 64), (64,), (64, 10), (10,))
         self.assertEqual(bundle(specs, None), [[7, 6, 5, 4], [3, 2, 1, 0]])
         self.assertEqual(bundle(specs[:4] + specs[6:], None), [[5, 4, 3, 2, 1, 0]])
-        # Only the small one is joined, with the smaller one of its neighbors.
+        # Only the small colayer is joined, with the smaller of its neighbors.
         specs = _specs((512, 512), (512, 512), (8, 8), (1024, 1024), (1024, 1024))
         self.assertEqual(bundle(specs, None), [[4], [3], [2, 1], [0]])
         self.assertLen(bundle(_specs(*[(256, 256)] * 12), None), 10)

@@ -1,4 +1,4 @@
-"""How the pieces of Canary travel."""
+"""Tests of the encoding of Canary's pieces."""
 
 import numpy as np
 import tensorflow as tf
@@ -22,7 +22,7 @@ _SPECS = [
 
 class PieceEncodingTest(tf.test.TestCase):
     def test_each_bucket_of_each_colayer(self):
-        """Those that must not be changed, and what is not float32, go as they are."""
+        """Buckets that must stay exact, and buckets of other types than float32, are sent unencoded."""
         rng, packing, network = np.random.default_rng(0), Packing(_SPECS), get_network("mesh")
         parts = [packing.part(members) for members in ([0, 1], [2, 3, 4])]
         encoding = PieceEncoding(network, _WORLD_SIZE, parts, codecs.QuantileSketch(), BufferPool())
@@ -50,7 +50,7 @@ class PieceEncodingTest(tf.test.TestCase):
                 self.assertLess(lost, 1e-6 if is_exact else 3e-2)
 
     def test_error_feedback(self):
-        """What one message has lost goes with the next one."""
+        """Each message also carries the error of the previous one."""
         parts, network = [Packing([TensorSpec("a", (3000,), tf.float32)])], get_network("mesh")
         values, found = np.random.default_rng(0).normal(size=1008).astype(np.float32), {}
         for feedback in (False, True):

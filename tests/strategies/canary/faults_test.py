@@ -1,6 +1,6 @@
-"""Ranks of Canary that die and come back, in simulation: nobody waits for ever, and nothing is merged twice.
+"""Ranks of Canary that die and come back, in simulation: no rank waits for ever, and nothing is merged twice.
 
-`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn in all.
+`HOP_TF_NUM_SCHEDULES` is the total number of random schedules.
 """
 
 import collections
@@ -34,22 +34,22 @@ _GROUP, _SESSION = "simulated", 1
 _DETECTION_SECONDS = 2.0
 _ATTEMPT_SECONDS = 0.5
 _MEMBERS = ((1,), (0,))
-_EXACT, _LOSSY = 40, 1200  # Values of each of the two variables: few ones travel as they are, whatever the codec.
-_SHARES = 12  # What a contribution among n ranks adds is a whole number: 12 / n.
-_BASE = 4096  # Of the digits that tell the ranks' contributions apart, exact in float64.
+_EXACT, _LOSSY = 40, 1200  # Values of each variable. Few values are sent unencoded with any codec.
+_SHARES = 12  # A contribution among n ranks adds a whole number: 12 / n.
+_BASE = 4096  # Base of the digits that separate the ranks' contributions, exact in float64.
 
 
 class _Job:
     """Ranks that train, and die.
 
     Attributes:
-      made: For each rank and iteration how often it has contributed to each colayer, in whichever incarnation.
-      sent: For each rank and colayer the sum of the shares of its contributions.
-      at_rest: For each rank its weights when all is merged, before they become the mean of all.
-      finals: For each rank that has ended its weights.
-      begun: Ranks that train, or have.
+      made: By rank, iteration and colayer, the number of contributions, in all incarnations.
+      sent: By rank and colayer, the sum of the shares of contributions.
+      at_rest: By rank, the weights when all is merged, before they become the mean over ranks.
+      finals: By rank, the final weights. Only ranks that have ended have an entry.
+      begun: Ranks that train or have trained.
       has_frozen: True if ranks stand still for some time.
-      late: Ranks that were to join when the others had ended; and those that could not end as one has died just then.
+      late: Ranks that came back after the others had ended, and ranks that could not end because one died just then.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class _Job:
         self.cluster.scheduler.call_at(fault.seconds, lambda: self._kill(fault))
 
     def freeze(self, rank, begin, seconds):
-        """A rank stands still from then on, for so long."""
+        """Lets a rank stand still for `seconds`, from time `begin` on."""
         self.has_frozen = True
         self.cluster.scheduler.call_at(begin, lambda: self.cluster.freeze(rank, seconds))
 
     def _kill(self, fault):
         if len(self.begun) < self.world_size:
-            return  # A rank that dies before all have begun is an error for all.
+            return  # If a rank dies before all have begun, all ranks fail.
         if not self.cluster.kill(fault.rank, fault.reaches):
             return
         if fault.restart_seconds is not None:
@@ -117,7 +117,7 @@ class _Job:
 
 
 class _Rank(State):
-    """One process of a rank: what the training graph does around an exchange."""
+    """One process of a rank, which calls an exchange as the training graph does."""
 
     def __init__(self, job, rank, was_restarted):
         self._job, self._rank, self._was_restarted = job, rank, was_restarted
@@ -179,7 +179,7 @@ class _Rank(State):
 
         def merge_once(layout, piece, header, data):
             next_one = layout.ledger.sequences[piece.index] + 1
-            if not self._job.has_frozen:  # Else it was sent nothing for some time.
+            if not self._job.has_frozen:  # Otherwise others may have sent nothing to a frozen rank.
                 assert header.sequence <= next_one or replica.is_freed(layout.key), "something before it was lost"
             is_merged = merge(layout, piece, header, data)
             if is_merged:
@@ -197,7 +197,7 @@ class _Rank(State):
         replica.merge, replica.begin = merge_once, begin_again
 
     def _check(self, replica):
-        """Bits are of what ranks have sent, and rows are as few as there are iterations."""
+        """Checks that bits belong to contributions that ranks have made, and that rows are no more than iterations."""
         matrix = replica.gei.matrix()
         assert len(matrix) <= self._job.num_steps + 1
         for iteration, row in matrix.items():
@@ -251,9 +251,9 @@ def _random_job(rng, **settings):
 
 
 def _num_lost(job, rank):
-    """How many of a rank's contributions to pieces, of three ranks' among whom rank 2 has died, are not in its weights.
+    """Returns how many contributions among three ranks, of which rank 2 has died, are missing in a rank's weights.
 
-    All that it has contributed among two must be.
+    Checks that no contribution among two ranks is missing.
     """
     layout = Layout(b"\1\1\1", job.settings.network, 0, [[_EXACT], [_EXACT]], 1)
     values = [job.at_rest[rank][piece.where].astype(np.int64) // _BASE**rank % _BASE for piece in layout.pieces]
@@ -272,10 +272,10 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_nothing_is_merged_twice(self):
-        # 195: others tell of a newcomer before it does itself, and before the restart of its rank is noticed.
-        # 1621: a newcomer's state holds what was merged among others before it has joined.
+        # 195: others announce a newcomer before the newcomer does, and before the restart of its rank is noticed.
+        # 1621: a newcomer's state holds contributions that others merged before the newcomer joined.
         # 2176: a rank joins when others have made their last step.
-        # 3878: a rank leaves while another one waits for nobody but its own threads.
+        # 3878: a rank leaves while another one waits only for its own threads.
         for seed in [*range(_NUM_SCHEDULES // 2), 195, 1621, 2176, 3878]:
             rng = np.random.default_rng([5, seed])
             job = _random_job(rng).run()
@@ -283,7 +283,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
             self._assert_nothing_was_merged_twice(job, f"seed {seed}")
 
     def _assert_nothing_was_merged_twice(self, job, msg):
-        starts = range(0, 3 * _EXACT, _EXACT)  # Colayers lie one behind the other.
+        starts = range(0, 3 * _EXACT, _EXACT)  # Colayers are stored one after the other.
         for weights in job.at_rest.values():
             for colayer, (start, end) in enumerate(itertools.pairwise(starts)):
                 for rank in range(job.world_size):
@@ -292,7 +292,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_nothing_is_merged_twice_where_ranks_freeze_too(self):
-        # 21: of two ranks that are left, each lacks what the other one has added up, in layouts that overlap.
+        # 21: two ranks remain. Each lacks sums that the other has made, in overlapping layouts.
         for seed in [*range(_NUM_SCHEDULES // 2), 21]:
             rng = np.random.default_rng([9, seed])
             job = _random_job(rng, limit_seconds=1e4)
@@ -307,9 +307,9 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
             self._assert_nothing_was_merged_twice(job, f"seed {seed}")
 
     def test_a_rank_that_joins_when_others_end(self):
-        """They end with it, or without it, and then it hears that it is too late."""
+        """The others end with the joining rank, or without it. Then the rank learns that it is too late."""
         num_late = num_joined = 0
-        # 91: it has to be waited for that the others, too, end among the same ranks.
+        # 91: ranks have to wait until the others end among the same ranks, too.
         for seed in [*range(_NUM_SCHEDULES // 4), 91]:
             rng = np.random.default_rng([7, seed])
             slow = 10 ** rng.uniform(-1, 0.5, size=(3, 3))
@@ -328,7 +328,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(seconds=(6.28, 6.295), sync_interval=(None, 3))
     @pytest.mark.stress(but=3)
     def test_states_are_taken_though_a_rank_has_died_before_it_had_sent_to_all(self, seconds, sync_interval):
-        """What it has sent last has come to one of two ranks only, and is in no state of the other one."""
+        """The last messages of the dead rank have reached only one of two ranks. The other rank's states lack them."""
         durations = np.full((3, 60), 0.5)
         durations[0] = 1.7
         job = _Job("mesh", 3, durations, lambda a, b, n: 0.02, max_staleness=0, sync_interval=sync_interval)
@@ -337,11 +337,11 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
         counters = job.ranks[0].exchange.counters()
         self.assertGreater(counters["pulls"], counters["pulls_rejected"])
         self._assert_all_end_alike(job, f"{seconds} s")
-        for rank in (0, 1) if sync_interval is None else ():  # Resyncs spread what one of the two holds.
+        for rank in (0, 1) if sync_interval is None else ():  # Resyncs spread contributions that one of the two holds.
             self.assertEqual(job.ranks[rank].exchange.counters()["contributions_lost"], _num_lost(job, rank))
 
     def test_states_are_taken_though_a_layout_is_known_by_a_state_only(self):
-        """Rank 0, newly restarted, has a state that tells of the layout without it, of which rank 1 has never heard."""
+        """Restarted rank 0 knows the layout without rank 0 from a state. Rank 1 has never heard of that layout."""
         durations = np.full((3, 120), 0.5)
         durations[0], durations[0, 12:], durations[1, 5] = 1.7, 5.0, 6.0
         job = _Job(
@@ -361,7 +361,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(None, 5)
     @pytest.mark.stress(but=1)
     def test_newcomers_that_have_not_met(self, sync_interval):
-        """Rank 3 hears of a layout with rank 2 before it knows that this one was restarted: it has to wait for that."""
+        """Rank 3 hears of a layout with restarted rank 2 before it hears of the restart, and has to wait for that."""
 
         def link_seconds(sender, receiver, num_bytes):
             now = job.cluster.scheduler.now
@@ -380,9 +380,9 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(4.83, 4.95)
     def test_a_layout_that_only_ranks_which_have_died_had_told_of(self, seconds):
-        """Ranks 0 and 1, the latter started again, contribute to a layout, and die when rank 3 has heard of it.
+        """Ranks 0 and 1, the latter restarted, contribute to a layout. They die when only rank 3 has heard of it.
 
-        Rank 2, a root, has not: it hears of it from rank 3, which waits until no more comes.
+        Rank 2, a root, hears of the layout from rank 3, which waits until no more messages come.
         """
         durations = np.full((4, 16), 6.0)
         durations[0] = 0.5
@@ -399,9 +399,9 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_with_a_lossy_codec_and_resyncs(self):
-        # 594: nobody waits for those that have died, though for what was to come by way of them.
-        # 866: a root hears of a layout last that all others have told of before.
-        # 2153: a state comes with a snapshot of a layout that was freed where it is taken.
+        # 594: ranks do not wait for dead ranks, but for messages that were to come through them.
+        # 866: a root is the last rank to hear of a layout.
+        # 2153: a state contains a snapshot of a layout that the adopting rank has freed.
         for seed in [*range(_NUM_SCHEDULES // 4), 594, 866, 2153]:
             rng = np.random.default_rng([6, seed])
             codec = codecs.get(str(rng.choice(["sketch", "int8"])))

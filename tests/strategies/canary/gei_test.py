@@ -1,6 +1,6 @@
 """The gradient exchange index: the paper's example, and its invariants in random schedules.
 
-`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn.
+`HOP_TF_NUM_SCHEDULES` is the number of random schedules.
 """
 
 import itertools
@@ -42,7 +42,7 @@ class RowVectorTest(tf.test.TestCase, parameterized.TestCase):
         for iteration in range(4):
             matrix.merge(0, iteration, 0)
         self.assertEqual(list(matrix.matrix()), [0, 1, 2, 3])
-        matrix.merge(1, 2, 0)  # It has passed over two.
+        matrix.merge(1, 2, 0)  # Rank 1 has skipped two iterations.
         self.assertEqual(matrix.matrix(), {2: (0b11,), 3: (0b01,)})
         self.assertEqual(matrix.row_vector(1), (0,))
         matrix.exclude(1)
@@ -54,15 +54,15 @@ class RowVectorTest(tf.test.TestCase, parameterized.TestCase):
             matrix.start(iteration)
             self.assertLessEqual(len(matrix), 5)
         self.assertEqual(matrix.newest, 99)
-        matrix.merge(1, 3, 0)  # Its row was freed.
+        matrix.merge(1, 3, 0)  # The row of iteration 3 was freed.
         self.assertEqual(matrix.row_vector(3), (0, 0))
-        matrix.start(10**18)  # No row is made that is freed at once.
+        matrix.start(10**18)  # Makes no rows that would be freed at once.
         self.assertLen(matrix, 5)
 
 
 class AbsorbTest(tf.test.TestCase):
     def test_who_has_completed_what(self):
-        """Rows are freed by it, here as there, and go on to be."""
+        """Completed iterations free the same rows in both matrices, also after `absorb`."""
         own, other = (gei.GEIMatrix(2, 1) for _ in range(2))
         for iteration in range(6):
             for rank in range(2):
@@ -101,9 +101,9 @@ class ThresholdsTest(tf.test.TestCase, parameterized.TestCase):
 
 class InvariantsTest(tf.test.TestCase):
     def test_random_schedules(self):
-        """Pieces come in any order, but for those of one rank and place; iterations are left out.
+        """Pieces of one rank and place come in order, all others in any order. Ranks skip iterations.
 
-        Ranks end, of which some pieces come later, and join again.
+        Ranks end, also before their last pieces have come, and join again.
         """
         for seed in range(_NUM_SCHEDULES):
             self._check(np.random.default_rng([9, seed]), f"seed {seed}")
@@ -133,7 +133,7 @@ class InvariantsTest(tf.test.TestCase):
             assert len(matrix) <= max_rows, seed
             slowest = min((matrix.completed(each) for each in counting), default=matrix.newest)
             assert all(row >= slowest for row in matrix.matrix()), seed
-            # The latest bit, and, so that schedules stay cheap, all the others now and then.
+            # Checks the row of the latest bit each time, and all rows only now and then, because that takes long.
             rows = matrix.matrix() if rng.random() < 0.1 else {iteration: matrix.row_vector(iteration)}
             for row, elements in rows.items():
                 for r, z in itertools.product(range(n), range(k)) if row in matrix.matrix() else ():

@@ -36,13 +36,13 @@ class FactorizedTest(tf.test.TestCase, parameterized.TestCase):
 
 class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
     def _means(self, world_size, gradients, rank, codec=None):
-        """For each rank and step, the mean of [bias, kernel]."""
+        """Returns the mean of [bias, kernel] for each rank and step."""
         return self._run(world_size, gradients, rank, codec)[0]
 
     def _run(self, world_size, gradients, rank, codec=None, interrupted_at=None):
-        """The means, in how many steps each rank took part, and all events since they began.
+        """Returns the means, the number of steps in which each rank took part, and all events since ranks began.
 
-        Rank 1 may be interrupted before one of these.
+        Rank 1 is interrupted before event `interrupted_at`, unless that is None.
         """
         cluster, packing, means = VirtualCluster(world_size), Packing(_SPECS), {}
         sent_steps, began_at = dict.fromkeys(range(world_size), 0), []
@@ -90,7 +90,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         ]
 
     def test_exact_where_the_rank_suffices(self):
-        """Of gradients whose columns span r dimensions nothing is lost; and the same on all ranks, to the bit."""
+        """Gradients whose columns span at most r dimensions lose nothing. Means are equal on all ranks, to the bit."""
         gradients = self._draw(3, 3, true_rank=2)
         means = self._means(3, gradients, rank=2)
         for (_, step), (bias, kernel) in means.items():
@@ -101,7 +101,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(None, "sketch")
     def test_what_is_lost_comes_later(self, codec):
-        """Of a gradient of rank 6 that stays the same, nearly all has been applied after some steps."""
+        """Of a constant gradient of rank 6, nearly all has been applied after some steps."""
         kernel = self._draw(1, 1, true_rank=6)[0][0][1]
         gradients = [[(np.zeros(_K, np.float32), kernel)] * 40] * 2
         means = self._means(2, gradients, rank=2, codec=codec and codecs.get(codec))
@@ -113,9 +113,9 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(codecs.Int8(), codecs.Truncate16(), codecs.Int8(error_feedback=True))
     def test_what_the_codec_loses_comes_later(self, codec):
-        """Where factors suffice, what is left to come is what the last steps have lost, after however many steps."""
+        """If factors suffice, only the losses of the last steps are missing, after any number of steps."""
         rng = np.random.default_rng(0)
-        # Of one sign: what is lost of each step would add up.
+        # All of one sign, so that the losses of steps would add up.
         kernel = (rng.random((_M, 2)) @ rng.random((2, _K))).astype(np.float32)
         left = {}
         for num_steps in 4, 64:
@@ -127,7 +127,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_goes_on_without_a_rank_that_is_interrupted(self):
-        """Whenever that happens: all three of a step's means are of the same ranks."""
+        """A step's bias and kernel are means over the same ranks, whenever rank 1 is interrupted."""
         gradients = self._draw(3, 2, true_rank=2)
         num_taking_part = set()
         for event in self._run(3, gradients, rank=2)[2]:
@@ -153,7 +153,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
 class FitTest(tf.test.TestCase):
     @pytest.mark.slow
     def test_beside_moving_statistics(self):
-        """They are in a bucket of which colayers of large kernels have nothing. Of few examples factors are exact."""
+        """Colayers of large kernels have no part of the statistics' bucket. Factors are exact with few examples."""
         num_steps, width = 3, 256
         weights = {}
         for low_rank in (None, 4):
@@ -186,7 +186,7 @@ class TrafficTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(({"low_rank": 4}, 0.10), ({}, 0.27))
     @pytest.mark.stress
     def test_against_float32(self, settings, share):
-        """Of what float32 takes in an all-reduce, headers and bucket values included; here with 10 million values."""
+        """Compares bytes with those of 10 million float32 values, with headers and bucket values."""
         num_steps, width = 2, 2300
 
         def make_strategy(cluster_resolver):

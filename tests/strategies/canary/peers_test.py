@@ -1,4 +1,4 @@
-"""What a rank under Canary knows of the others."""
+"""Tests of a rank's knowledge of the others under Canary."""
 
 from unittest import mock
 
@@ -19,7 +19,7 @@ class FastestTest(tf.test.TestCase):
 
     def test_whom_is_known_to_have_started_the_latest_iteration(self):
         self.assertIsNone(self.peers.fastest())
-        for rank, iteration in ((1, 5), (2, 9), (3, 7), (2, 4)):  # What is late changes nothing.
+        for rank, iteration in ((1, 5), (2, 9), (3, 7), (2, 4)):  # A late message changes nothing.
             self.peers.is_in(rank, iteration)
         self.assertEqual(self.peers.fastest(), 2)
         self.assertEqual(self.peers.fastest({2}), 3)

@@ -1,4 +1,4 @@
-"""Canary between processes: two interfaces, a slow rank, and a rank that is killed and started again."""
+"""Tests of Canary between processes: two interfaces, a slow rank, and a rank that is killed and restarted."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _MEETING = 40
 
 
 class _Progress(keras.callbacks.Callback):
-    """Records losses; the others wait at a step until the victim was started again, and are slow until it trains."""
+    """Records losses. The others wait at a step until the victim was restarted, and are slow until it trains."""
 
     def __init__(self, is_victim, mark):
         super().__init__()
@@ -49,7 +49,7 @@ class _Progress(keras.callbacks.Callback):
 
 
 def _run(settings, victim=None, mark="", slow_rank=None, num_interfaces=0):
-    """Weights in the end, losses, and the report."""
+    """Trains; returns the final weights, the losses, and the report."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     os.environ["HOP_TF_STEP_SECONDS"] = "0.1" if rank == slow_rank else "0.02"
     if num_interfaces:
@@ -76,7 +76,7 @@ class CanaryProcessesTest(tf.test.TestCase):
 
     @pytest.mark.stress
     def test_two_interfaces_and_a_slow_rank(self):
-        """Both carry the same, and all end with the same weights."""
+        """Both interfaces carry the same number of bytes, and all ranks end with the same weights."""
         settings = {"algorithm": "bcube:2,2", "num_colayers": 2}
         values = self._values(4, settings, None, "", 1, 2)
         for weights, losses, report in values:
@@ -84,14 +84,14 @@ class CanaryProcessesTest(tf.test.TestCase):
             self.assertLen(losses, _NUM_STEPS)
             self.assertLess(losses[-1], losses[0])
             lanes = [report[f"bytes_sent_on_lane_{lane}"] for lane in (1, 2)]
-            # What is sent once, at the start and in the end, is on the first one.
+            # Messages that are sent once, at the start and in the end, use the first interface.
             once = (2 * 2 + 2 * 3 / 4) * 4 * (256 * 64 + 64)
             self.assertBetween(lanes[1], 0.9 * (lanes[0] - once), 1.1 * lanes[0])
             self.assertBetween(report["steps"], 1, _NUM_STEPS)
 
     @pytest.mark.stress
     def test_synchronous_ranks_with_two_interfaces_choose(self):
-        """By real times: whatever they choose, they choose it together."""
+        """Choices depend on real times, and are the same on all ranks."""
         values = self._values(4, {"consistency": "bsp", "num_colayers": 2}, None, "", None, 2)
         for weights, losses, report in values:
             self.assertAllEqual(weights, values[0][0])
@@ -110,7 +110,7 @@ class CanaryProcessesTest(tf.test.TestCase):
             values = runner.join().raise_for_errors().values
         for rank, (weights, losses, _) in enumerate(values):
             self.assertAllEqual(weights, values[0][0])
-            # It has passed over what it had missed, and trained the rest.
+            # The rank has skipped the steps that it missed, and trained the rest.
             self.assertBetween(len(losses), 1 if rank == 1 else _NUM_STEPS, _NUM_STEPS - (10 if rank == 1 else 0))
 
 

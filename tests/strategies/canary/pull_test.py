@@ -1,4 +1,4 @@
-"""Whose states a rank under Canary takes, and in which order it asks for them."""
+"""Tests of pulling states under Canary: the order in which a rank asks others, and the states that it takes."""
 
 from unittest import mock
 
@@ -17,19 +17,20 @@ _STATE, _NONE_TO_GIVE = np.ones(4, np.uint8), np.empty(0, np.uint8)
 
 class PullTest(tf.test.TestCase, parameterized.TestCase):
     def _pull(self, ranks, answers, takes, falls_silent=(), is_complete=True, roots=(), **arguments):
-        """Has rank 0 pull.
+        """Lets rank 0 pull.
 
         Args:
-          ranks: The others, the fastest one first.
-          answers: What each sends: a state, or that it has none; else it leaves as it is asked.
-          takes: Each `(giver, may_drop)` with which a state is taken.
-          falls_silent: Those that do not answer before they were silent for some time.
-          is_complete: False if the rank has just joined.
-          roots: The roots that have merged what rank 0 lacks.
-          **arguments: Those of `Pulling.pull`.
+          ranks: The other ranks, the fastest one first.
+          answers: By rank, its answer: a state or `_NONE_TO_GIVE`. A rank without an answer leaves when it is asked.
+          takes: The pairs `(giver, may_drop)` with which the replica adopts a state.
+          falls_silent: Ranks that become silent when they are asked. They answer only if rank 0 waits for them.
+          is_complete: False if rank 0 has just joined.
+          roots: The roots that have merged contributions that rank 0 lacks.
+          **arguments: Further arguments of `Pulling.pull`.
 
         Returns:
-          Who was asked, with whose state what was tried, and what has come of it.
+          The ranks that were asked, the pairs `(giver, may_drop)` that were tried, and the numbers of pulls and of
+          rejected pulls.
         """
         membership, replica, peers, channel, silence = (
             mock.create_autospec(kind, instance=True) for kind in (Membership, Replica, Peers, Channel, Silence)
@@ -92,12 +93,12 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(self._pull(ranks, answers, takes), ([giver for giver, _ in tried], tried, counts))
 
     def test_passes_over_who_has_none_to_give(self):
-        """That is no attempt: the ranks that have one come behind it."""
+        """Asking a rank without a state is no attempt: rank 0 goes on to a rank that has one."""
         answers = {1: _NONE_TO_GIVE, 2: _NONE_TO_GIVE, 3: _NONE_TO_GIVE, 4: _STATE}
         self.assertEqual(self._pull([1, 2, 3, 4], answers, {(4, False)}), ([1, 2, 3, 4], [(4, False)], (1, 0)))
 
     def test_passes_over_who_leaves(self):
-        """That is none either."""
+        """Asking a rank that leaves is no attempt, either."""
         answers = {4: _STATE}
         self.assertEqual(self._pull([1, 2, 3, 4], answers, {(4, False)}), ([1, 2, 3, 4], [(4, False)], (1, 0)))
 
@@ -110,7 +111,7 @@ class PullTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(result, ([1], [(1, False)], (1, 0)))
 
     def test_asks_roots_of_what_is_missing_first(self):
-        """The fastest of them, and then the fastest other rank."""
+        """Rank 0 asks these roots, the fastest one first, and then the fastest other rank."""
         answers, tried = dict.fromkeys([1, 2, 3, 4], _STATE), [(3, False), (4, False), (3, True)]
         result = self._pull([1, 2, 3, 4], answers, {(3, True)}, roots={3, 4})
         self.assertEqual(result, ([giver for giver, _ in tried], tried, (1, 0)))

@@ -44,7 +44,7 @@ def _state(replica, rank, incarnation):
 
 
 def _adopt(replica, giver, incarnations=_WHOLE, **kwargs):
-    """Has a replica take another one's state, among ranks of those incarnations."""
+    """Lets a replica adopt another one's state, among ranks of those incarnations."""
     return replica.adopt(_state(giver, replica.rank, incarnations[replica.rank]), giver.rank, incarnations, **kwargs)
 
 
@@ -55,7 +55,7 @@ def _stand_in(replica, key, piece, value):
 
 
 class StandInTest(tf.test.TestCase):
-    """A rank computes with what is merged and its own contributions under way; others see what is merged only."""
+    """A rank computes with merged contributions and its own in flight. Other ranks see merged ones only."""
 
     def setUp(self):
         super().setUp()
@@ -68,7 +68,7 @@ class StandInTest(tf.test.TestCase):
         self.assertAllEqual(np.delete(values, self.where), np.zeros(values.size - (self.where.stop - self.where.start)))
 
     def test_until_it_is_merged(self):
-        """What it has sent first is merged first; that of others changes nothing of its own."""
+        """A merged contribution of this rank replaces its oldest one in flight. Those of others replace none."""
         _stand_in(self.replica, _WHOLE, 0, 30.0)
         self._assert_value(30.0)
         _stand_in(self.replica, _WHOLE, 0, 60.0)
@@ -117,7 +117,7 @@ class StandInTest(tf.test.TestCase):
 
 class AdoptTest(tf.test.TestCase, parameterized.TestCase):
     def test_not_what_lacks_something_of_an_earlier_layout(self):
-        """It would be lost here: nobody sends it again."""
+        """Adopting such a state would lose the contribution, because no rank sends it again."""
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
@@ -131,13 +131,13 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         _merge(other, _WHOLE, 0, 1, ((1, 0),))
         _merge(other, _WITHOUT_2, 0, 1, ((1, 1),))
         self.assertTrue(_adopt(own, other))
-        for key, iteration in ((_WHOLE, 0), (_WITHOUT_2, 1)):  # They are on their way still.
+        for key, iteration in ((_WHOLE, 0), (_WITHOUT_2, 1)):  # Both are still in flight.
             self.assertFalse(_merge(own, key, 0, 1, ((1, iteration),)))
         self.assertAllEqual(own.read()[0], other.read()[0])
 
     @parameterized.product(freed_by_other=(False, True), freed_by_third=(False, True))
     def test_what_it_holds_of_layouts_of_others_is_told_to_these(self, freed_by_other, freed_by_third):
-        """Nothing of those comes to a newcomer, but to ranks that take its state. When they are freed is no matter."""
+        """A newcomer gets no messages of those layouts, but passes their ledgers on. They may be freed at any time."""
         newcomer, other, third = _replica(2), _replica(1), _replica(0)
         _merge(other, _WITHOUT_2, 0, 1, ((1, 0),))
         _merge(other, _JOINED, 0, 1, ((1, 1),))
@@ -162,22 +162,22 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(_adopt(newcomer, third, _JOINED))
 
     def test_what_lacks_something_that_does_not_come_there(self):
-        """A newcomer has no part in what others have merged since they gave it their state."""
+        """Contributions that others merged after giving a newcomer their state never reach the newcomer."""
         newcomer, other, third = _replica(2), _replica(1), _replica(0)
         self.assertTrue(_adopt(newcomer, other, _JOINED))
         for replica in (other, third):
             _merge(replica, _WITHOUT_2, 0, 1, ((1, 0),))
-        # Here more may come, which has that before it.
+        # Later messages of that layout may still come here, and follow the merged one.
         self.assertFalse(_adopt(other, newcomer, _JOINED, may_drop=True))
         other.free(other.layout(_WITHOUT_2))
         self.assertFalse(_adopt(other, newcomer, _JOINED))
         self.assertTrue(_adopt(other, newcomer, _JOINED, may_drop=True))
         self.assertAllEqual(other.read()[0], newcomer.read()[0])
         self.assertTrue(_adopt(newcomer, other, _JOINED))
-        self.assertFalse(_adopt(third, other, _JOINED, may_drop=True))  # It does not tell of what it has dropped.
+        self.assertFalse(_adopt(third, other, _JOINED, may_drop=True))  # Its state does not name what was dropped.
 
     def test_not_what_lacks_something_of_a_layout_that_was_freed_here(self):
-        """Unless it was freed there, too: its root has died before it had sent that to both."""
+        """If the layout was freed there, too, its root died before sending to both: then the state may be adopted."""
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         own.free(own.layout(_WHOLE))
@@ -187,7 +187,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(_adopt(own, other, may_drop=True))
 
     def test_a_rank_with_gaps_keeps_pieces_that_it_is_ahead_in(self):
-        """Each of two ranks lacks a message of the other one. A layout of the past holds the same on both."""
+        """Each of two ranks lacks a message that the other has. A freed layout holds the same on both."""
         own, other = _replica(0), _replica(1)
         expected = np.zeros_like(own.weights[0])
         expected[own.layout(_WHOLE).pieces[0].where] += 1.0
@@ -207,7 +207,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEmpty(replica.gaps)
 
     def test_nothing_is_merged_behind_what_was_dropped(self):
-        """The ledger would tell of both. It has waited to be merged as the layout was freed."""
+        """A message waited to be merged while the layout was freed. The ledger would claim the dropped one, too."""
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         layout = own.layout(_WHOLE)
@@ -223,7 +223,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(own.read()[0], other.read()[0])
 
     def test_bits_are_set_of_what_it_holds(self):
-        """Also of what is there in part: the rest sets the bit. Rows that were freed there are not kept here."""
+        """Of a partly merged contribution, the last piece sets the bit. Rows that the giver has freed are freed."""
         own, other = _replica(0, ((600,), (3,))), _replica(1, ((600,), (3,)))
         num_pieces = [len(pieces) for pieces in own.layout(_WHOLE).by_colayer]
         self.assertGreater(num_pieces[0], 1)
@@ -251,7 +251,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
 
 class LockTest(tf.test.TestCase):
     def _is_held(self, lock):
-        """Whether another thread could not take it now."""
+        """True if another thread could not take the lock now."""
         with futures.ThreadPoolExecutor(1) as executor:
             is_free = executor.submit(lock.acquire, blocking=False).result()
             if is_free:
@@ -259,7 +259,7 @@ class LockTest(tf.test.TestCase):
         return not is_free
 
     def _note(self, replica, owner, name):
-        """Has it noted, whenever a method is called, whether the replica is locked then."""
+        """Notes at each call of a method if the replica is locked."""
         method = getattr(owner, name)
 
         def noted(*args):
@@ -269,7 +269,7 @@ class LockTest(tf.test.TestCase):
         setattr(owner, name, noted)
 
     def test_weights_and_ledgers_are_of_the_same_moment(self):
-        """No state is copied, or taken, while something is merged: what comes first and last is under the same lock."""
+        """Merging, copying and adopting a state each hold the lock from their first to their last call."""
         self.held = []
         own, other = _replica(0), _replica(1)
         for replica in (own, other):
@@ -283,7 +283,7 @@ class LockTest(tf.test.TestCase):
 
 
 class ResyncTest(tf.test.TestCase):
-    """Rank 0 resyncs with rank 1, which differs, and takes its state at some moment."""
+    """Rank 0 resyncs with rank 1, whose replica differs, and adopts its state at some moment."""
 
     def setUp(self):
         super().setUp()
@@ -311,7 +311,7 @@ class ResyncTest(tf.test.TestCase):
         self.resyncs[rank].begin(layout, layout.pieces[self.piece], takes_part=is_merged)
 
     def _bring(self, *ranks):
-        """Takes what is on its way to some ranks."""
+        """Delivers the messages in flight to some ranks."""
         for message in [each for each in self.messages if each[1] in ranks]:
             self.messages.remove(message)
             sender, receiver, kind, sequence, values = message
@@ -321,7 +321,7 @@ class ResyncTest(tf.test.TestCase):
             self.resyncs[receiver].receive(layout, piece, header, sender, values.view(np.uint8))
 
     def _gather(self):
-        """Digests go to the root, which asks those whose replicas differ for their values."""
+        """Digests go to the root, which asks ranks with other digests for their values."""
         for ranks in ([2], [0, 1], [2]):
             self._bring(*ranks)
 
@@ -332,7 +332,7 @@ class ResyncTest(tf.test.TestCase):
         return _adopt(self.replicas[0], self.replicas[1])
 
     def test_replicas_that_are_alike(self):
-        """Nothing is to be added, and no values go down."""
+        """Ranks send no values, and the root sends an empty mean."""
         for replica in self.replicas.values():
             replica.begin([np.full_like(replica.read()[0], 10.0)])
         for rank in (2, 0, 1):
@@ -358,7 +358,7 @@ class ResyncTest(tf.test.TestCase):
         self.assertAllClose(self._values(), [53 / 3 + 5, 53 / 3, 53 / 3])
 
     def test_a_state_that_is_taken_before_the_root_asks(self):
-        """What the piece was is then what it was there."""
+        """Rank 0 then sends the piece's values from the adopted state."""
         for rank in (2, 0, 1):
             self._mark(rank)
         self._bring(2)
@@ -389,7 +389,7 @@ class ResyncTest(tf.test.TestCase):
         self.assertAllClose(self._values(), [53 / 3] * 3)
 
     def test_past_the_mark(self):
-        """The rank whose state it is has sent what it was; this one, in whose state it is, tells of no other."""
+        """Rank 0 adopts a state that is past the mark. Only rank 1 sends its values, because rank 0 has no others."""
         self._mark(2)
         self._mark(1)
         self.assertTrue(self._pull())
@@ -399,7 +399,7 @@ class ResyncTest(tf.test.TestCase):
         self.assertAllClose(self._values(), [21] * 3)
 
     def test_of_a_layout_that_was_freed_here(self):
-        """It is kept no more: nobody would end it again."""
+        """The rank keeps no snapshot of a freed layout, because no message would end it."""
         own, other = self.replicas[0], self.replicas[1]
         self._mark(0)
         own.free(own.layout(_WHOLE))
@@ -412,11 +412,11 @@ class ResyncTest(tf.test.TestCase):
             own.layout(_WHOLE)
 
     def test_a_root_that_has_no_part_in_a_resync(self):
-        """It has taken the state of a rank that had none; the only one that has differs from no other.
+        """The root has adopted the state of a rank without a part. Only rank 0 has one, and differs from no other.
 
-        The next resync has another number all the same.
+        The next resync still has another number.
         """
-        other = self.replicas[1].layout(_WITHOUT_2)  # May be merged in any order with the one that is resynced.
+        other = self.replicas[1].layout(_WITHOUT_2)  # Merges in any order with the resynced layout.
         for rank in (2, 0, 1):
             self._mark(rank)
         self.replicas[1].free(other)
@@ -431,7 +431,7 @@ class ResyncTest(tf.test.TestCase):
         self.assertAllClose(self._values(), [32] * 3)
 
     def test_not_of_one_that_lacks_a_resync(self):
-        """Its mean has come here, and does not come again."""
+        """The mean of the resync has arrived at rank 0, and does not come again."""
         for rank in (2, 0, 1):
             self._mark(rank)
         self._gather()
@@ -442,7 +442,7 @@ class ResyncTest(tf.test.TestCase):
         self.assertAllClose(self._values(), [53 / 3] * 3)
 
     def test_a_mean_that_is_late_ends_no_later_resync(self):
-        """It is in the state already, with what the piece was when the next one began."""
+        """The adopted state contains the mean, and the piece's values at the start of the next resync."""
         for rank in (2, 0, 1):
             self._mark(rank)
         self._gather()

@@ -20,7 +20,7 @@ _SHORT = hop_tf.CommunicationOptions(progress_timeout_seconds=0.3)
 
 class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCase):
     def _run(self, world_size, body, of_rank=lambda rank: {}, **arguments):
-        """What `body(session)` returns on every rank; `of_rank(rank)` are further arguments of a rank."""
+        """Calls `body(session)` on every rank; returns the results. `of_rank(rank)` are a rank's further arguments."""
 
         def run(transport):
             own = {**arguments, **of_rank(transport.rank)}
@@ -30,7 +30,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         return self._run_on(self.start(world_size), run)
 
     def _run_on(self, transports, body):
-        """What `body(transport)` returns on every rank."""
+        """Calls `body(transport)` for every rank on a thread of its own; returns the results."""
         world_size, results, errors = len(transports), {}, []
 
         def run(transport):
@@ -98,13 +98,13 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
 
     @parameterized.product(level=(0, 1), codec=(None, "int8", hop_tf.codecs.TopK(ratio=0.01, error_feedback=True)))
     def test_a_cube_talks_on_the_interface_of_its_level(self, level, codec):
-        """Also where all that is selected of a vector goes to everybody."""
+        """Also if a codec sends all selected values to all ranks."""
         own_lane, other_lane = ((1, 2), (2, 1))[level]
 
         def body(transport):
             with hop_tf.CanarySession(transport, 4, algorithm="bcube:2,2", codec=codec) as session:
                 cube = (level, (session.rank // 2, session.rank % 2)[level])
-                session.all_reduce(np.ones(2))  # It is on both.
+                session.all_reduce(np.ones(2))  # Uses both interfaces.
                 sent = []
                 for collective in (session.all_gather, session.all_reduce):
                     before = transport.bytes_by_lane()
@@ -119,7 +119,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             self.assertEqual((gathered[other_lane], reduced[other_lane]), (0, 0))
 
     def test_cubes_call_as_often_as_they_like(self):
-        """Only the ranks of a cube, and those of all ranks, must agree."""
+        """Only the ranks of a cube must agree on the calls in their cube, and all ranks on calls of all."""
 
         def body(session):
             index, tensor = session.rank // 2, np.full(4, 1.0 + session.rank)
@@ -147,12 +147,12 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         def body(session):
             return session.all_reduce(np.full(3, session.rank, dtype))
 
-        for mean in self._run(2, body, codec="int8"):  # Which is for float32.
+        for mean in self._run(2, body, codec="int8"):  # Int8 encodes float32 only.
             self.assertEqual(mean.dtype, dtype)
             self.assertEqual(mean.tolist(), [0.5] * 3)
 
     def test_all_reduce_encodes(self):
-        """float32, with the session's codec; as exactly as that one does."""
+        """float32 values are encoded with the session's codec, and are as exact as the codec."""
         values = np.linspace(-1.0, 1.0, 4096, dtype=np.float32)
 
         def run(codec):
@@ -174,7 +174,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
 
     @parameterized.parameters(InProcessTransport, TcpTransport, GrpcTransport)
     def test_sessions_follow_each_other(self, member):
-        """On a transport; be it that a rank is late with its next one, or early, while others are in the last one."""
+        """Sessions share a transport. A rank may begin its next one late, or early while others are in the last one."""
         self.member, both = member, threading.Barrier(2)
 
         def use(session, number):
@@ -226,7 +226,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         self.assertEqual(self._run_on(self.start(2), run), [0.5, 0.5])
 
     def test_a_rank_that_does_not_come_in_time(self):
-        """It hears of that, and the next session is for both again."""
+        """The late rank gets an error. Both ranks take part in the next session."""
         gave_up = threading.Event()
 
         def run(transport):
@@ -267,7 +267,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
 
     @parameterized.parameters(1, 2)
     def test_collectives_take_a_session_that_runs(self, world_size):
-        """One that has ended waits for nobody."""
+        """Before and after the session a call raises an error at once."""
 
         def run(transport):
             session = hop_tf.CanarySession(transport, world_size)
@@ -284,7 +284,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
                 collective(np.zeros(3))
 
     def test_who_ends_early_is_said_to_have(self):
-        """Whether others wait for it already, or not yet."""
+        """Other ranks get the error if they wait already, and if they begin to wait later."""
         for begins_first, message in (
             (True, "rank 0 .*it has ended: it has ended the session"),
             (False, r"rank 1: ranks \[0\] have ended the session, and call nothing more"),
@@ -326,7 +326,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             call(hop_tf.CanarySession(self.start(2)[0], 2))
 
     def test_the_end_waits_until_what_was_sent_has_arrived(self):
-        """Whoever closes the transport behind it loses nothing that others wait for."""
+        """Closing the transport afterwards loses no message that others wait for."""
         flushed = []
         original = InProcessTransport.flush
 
@@ -353,7 +353,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             self.assertEqual(result, ((0, 0b11), 17, 1, (False, False), (True, True)))
 
     def test_the_index_notes_who_took_part(self):
-        """And what is said of a row vector is said of this rank, by default."""
+        """By default, `calc_proportion` is about this rank."""
 
         def body(session):
             session.all_reduce(np.zeros(1), cube=(1, session.rank % 2), iteration=0)
@@ -388,7 +388,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
 
     @parameterized.parameters(("algorithm", "mesh", "tree:2"), ("num_colayers", 1, 2), ("codec", "int8", "sketch"))
     def test_refuses_other_settings_of_a_rank(self, name, *values):
-        """Ranks would wait for each other's messages, or read them wrongly."""
+        """Otherwise ranks would wait for messages that never come, or misread them."""
         with self.assertRaisesRegex(HopError, f"rank [01]: rank [01] has other settings: .*{name}=.* there, "):
             self._run(2, lambda session: None, lambda rank: {name: values[rank]})
 
@@ -406,7 +406,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         ),
     )
     def test_refuses_another_call_of_a_rank(self, call, of_rank_1):
-        """Also after calls that were alike."""
+        """Also after calls that were the same on all ranks."""
         errors = []
 
         def body(session):
@@ -430,7 +430,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         ("reduce", lambda session: session.all_reduce(np.ones(((4,), (2, 2))[session.rank]))),
     )
     def test_returns_no_values_of_another_call(self, call):
-        """Though as many bytes come as are awaited, and before the word of what they are for."""
+        """Even if values have the expected size, and arrive before the description of the other rank's call."""
         on_call = hop_tf.CanarySession._on_call
 
         def take_its_time(session, message):

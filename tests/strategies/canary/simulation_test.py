@@ -1,6 +1,6 @@
 """The asynchronous exchange of Canary on a virtual clock: exact sums in random schedules, and its invariants.
 
-`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn. All changes are whole multiples of the number of ranks, so
+`HOP_TF_NUM_SCHEDULES` is the number of random schedules. All changes are whole multiples of the number of ranks, so
 that sums are exact in any order.
 """
 
@@ -35,7 +35,7 @@ from hop_tf.transport.framing import MAX_HEADER_BYTES
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "40"))
 _GROUP = "simulated"
 _NETWORKS = (("mesh", 2), ("mesh", 3), ("mesh", 5), ("bcube:2,2", 4), ("bcube:3,2", 9), ("bcube:2,3", 8), ("tree", 5))
-# Random schedules are mostly of few ranks: those of many take long.
+# Most random schedules have few ranks, because many ranks take long.
 _PROBABILITIES = (0.3, 0.25, 0.07, 0.25, 0.01, 0.02, 0.1)
 _SHAPES = ((5,), (20, 2), (30,), (1,))
 _MEMBERS = ((3, 2), (1, 0))
@@ -46,31 +46,31 @@ class Job:
     """Ranks that train with given changes.
 
     Attributes:
-      durations: Array [n, num_steps]: how long the computation of each step takes.
-      drops: For each rank the iterations and colayers that it has dropped.
-      made: For each rank the iterations that it has made.
-      handed_out: For each rank and colayer the length of what the graph hands out.
-      left: For each rank how many colayers have left in each of them.
-      at_rest: For each rank its weights when all is merged, before they become the mean of all.
-      finals: For each rank where it ended.
-      seconds: For each rank when it had made its last step.
-      freezes: Ranks, when they are frozen, and for how long.
+      durations: Array [n, num_steps]: the computing time of each step.
+      freezes: Tuples of a frozen rank, the time at which it freezes, and the duration.
+      drops: By rank, the iterations and colayers that it has dropped.
+      made: By rank, the iterations that it has made.
+      handed_out: By rank and colayer, the number of values that the graph enqueues.
+      left: By rank, the number of colayers that have left in each iteration of `made`.
+      at_rest: By rank, the weights when all is merged, before they become the mean over ranks.
+      finals: By rank, the final weights.
+      seconds: By rank, the time at which it had made its last step.
     """
 
     network: str
     world_size: int
     durations: np.ndarray
-    changes: np.ndarray  # [n, num_steps, values of all colayers, one behind the other]
+    changes: np.ndarray  # [n, num_steps, values of all colayers, one after the other]
     thresholds: Thresholds = dataclasses.field(default_factory=lambda: Thresholds(16, len(_MEMBERS)))
     codec: codecs.Codec = dataclasses.field(default_factory=codecs.Identity)
     sync_interval: int | None = None
     link_seconds: object = None
     leaves_at: dict = dataclasses.field(default_factory=dict)  # By rank, the step before which it leaves.
-    merge_seconds: dict = dataclasses.field(default_factory=dict)  # By rank, how long it takes to merge a message.
+    merge_seconds: dict = dataclasses.field(default_factory=dict)  # By rank, the time for merging a message.
     inbox_bytes: int | None = None
     max_in_flight: int = 2
     shapes: tuple = _SHAPES
-    stops_at: dict = dataclasses.field(default_factory=dict)  # The same, but it waits for the others.
+    stops_at: dict = dataclasses.field(default_factory=dict)  # By rank, the step before which it ends and waits.
     inspect: object = None
     freezes: tuple = ()
     options: CommunicationOptions = dataclasses.field(
@@ -79,7 +79,7 @@ class Job:
 
     def __post_init__(self):
         self.packing = _packing(self.shapes)
-        # Silence wakes nobody: who waits has to look.
+        # Silence wakes no rank: waiting ranks have to look.
         limit_seconds = 1e4 if self.freezes else None
         self.cluster = VirtualCluster(
             self.world_size, self.link_seconds, options=self.options, limit_seconds=limit_seconds
@@ -128,14 +128,14 @@ class Job:
     def _record_rest(self, rank, replica):
         begin = replica.begin
 
-        def record(means):  # The last time that it begins anew is when the mean is known.
+        def record(means):  # The last call is the one with the final mean.
             self.at_rest[rank] = replica.weights and [values.copy() for values in replica.weights]
             begin(means)
 
         replica.begin = record
 
     def max_distance(self):
-        """How far a replica is at most from that of rank 0, when all is merged."""
+        """Returns the largest difference between a replica and that of rank 0, when all is merged."""
         return max(np.max(np.abs(self.at_rest[rank][0] - self.at_rest[0][0])) for rank in self.finals)
 
     def _slow_down(self, replica, seconds):
@@ -168,7 +168,7 @@ class Job:
         self.counters[rank] = {**exchange.counters(), **exchange.gauges()}
 
     def expected(self, ranks=None):
-        """What all end with: the sum of all contributions but those dropped."""
+        """Returns the expected final weights: the sum of all contributions that were not dropped."""
         total = np.zeros(self.changes.shape[2])
         ends = _ends(next(iter(self.exchanges.values())))
         for rank in ranks or range(self.world_size):
@@ -202,7 +202,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*_NETWORKS)
     @pytest.mark.stress(after=3)
     def test_equal_ranks(self, network, world_size):
-        """Each message holds the contributions of all, as in an all-reduce."""
+        """Each message holds the contributions of all ranks, as in an all-reduce."""
         num_messages = {}
         for num_steps in (10, 20):
             rng = np.random.default_rng(0)
@@ -214,14 +214,14 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(job.finals[rank], changes.sum(axis=(0, 1)) / world_size)
             num_messages[num_steps] = [job.counters[rank]["messages_merged"] for rank in range(world_size)]
         num_pieces = len(job.exchanges[0].replica.layout(b"\x01" * world_size).pieces)
-        # Until it has found out who contributes when, and when ranks have ended, a piece may take a few more.
+        # A piece may take a few more messages at first, until it knows when ranks contribute, and in the end.
         self.assertAllLess(num_messages[10], 16 * num_pieces)
         self.assertAllEqual(np.subtract(num_messages[20], num_messages[10]), [10 * num_pieces] * world_size)
 
     @parameterized.parameters(("mesh", 5), ("bcube:2,2", 4), ("tree", 5))
     @pytest.mark.stress(but=2)
     def test_one_slow_rank(self, network, world_size):
-        """The others do not wait for it, and it passes over what it has missed."""
+        """The others do not wait for the slow rank, and the slow rank skips the steps that it has missed."""
         rng = np.random.default_rng(1)
         durations = np.ones((world_size, 30))
         durations[0] = 10.0
@@ -238,7 +238,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("bcube:2,3", 8), ("tree", 9), ("tree:1", 7))
     @pytest.mark.stress
     def test_nobody_waits_where_several_are_slow(self, network, world_size):
-        """On each edge of a long way what is sent may be held up for a slow rank."""
+        """On a long path, messages may wait for a slow rank at each edge."""
         durations = 1 + 0.3 * np.random.default_rng(0).random((world_size, 30))
         durations[::2] *= 17.3
         changes = np.zeros((world_size, 30, _NUM_VALUES))
@@ -249,7 +249,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("bcube:2,2", 4, 2), ("bcube:2,3", 8, 3), ("mesh", 3, 1))
     @pytest.mark.stress(but=1)
     def test_all_interfaces_carry_as_much(self, network, world_size, num_interfaces):
-        """Each has a lane of its own; on lane 0 there are no values."""
+        """Each interface has a lane of its own. Lane 0 carries no values."""
         changes = np.zeros((world_size, 6, 960))
         shapes = ((240,), (240, 1), (240,), (240,))
         job = Job(network, world_size, np.ones((world_size, 6)), changes, shapes=shapes)
@@ -290,7 +290,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(network=(("mesh", 3), ("bcube:2,2", 4), ("tree", 5)), sync_interval=(5, None))
     @pytest.mark.stress(after=2)
     def test_replicas_are_alike_when_all_is_merged(self, network, sync_interval):
-        """Also where the sketch has changed what was sent, and a rank is so slow that it drops iterations."""
+        """Also if the sketch has changed sent values, and a rank is so slow that it drops iterations."""
         rng, (name, world_size), shapes = np.random.default_rng(5), network, ((4000,), (40, 100), (5000,), (1,))
         changes = rng.normal(size=(world_size, 20, _packing(shapes).sizes[0]))
         durations = 0.5 + rng.random((world_size, 20))
@@ -308,19 +308,19 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         ).run()
         expected = job.expected()
         lost = np.linalg.norm(job.finals[0] - expected) / np.linalg.norm(expected)
-        self.assertBetween(lost, 1e-4, 2e-2)  # It is not exact.
+        self.assertBetween(lost, 1e-4, 2e-2)  # The sketch is not exact.
         self.assertGreater(job.counters[0]["pulls"], 0)
         self.assertLessEqual(job.max_distance(), 1e-4)
 
     @parameterized.parameters(
-        (1, (9, 9), 2),  # None has left.
+        (1, (9, 9), 2),  # No colayer has left.
         (2, (9, 9), 2),
         (1, (0, 9), 0),
         (2, (0, 9), 1),
         (0, (9, 9), 0),
     )
     def test_how_many_colayers_must_have_left(self, min_colayers, staleness, num_dropped):
-        """Where others start iterations while this rank sends its colayers: p is how many of these have left."""
+        """Others start iterations while this rank sends its colayers: p is the number of colayers that have left."""
         job = Job("mesh", 2, np.ones((2, 4)), np.zeros((2, 4, _NUM_VALUES)), thresholds=Thresholds(3, min_colayers))
         first = job.take_steps
 
@@ -335,7 +335,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([len(job.drops[rank]) for rank in range(2)], [num_dropped * len(job.made[0]), 0])
 
     def test_headers_tell_how_far_others_are(self):
-        """Rank 1 knows in its second iteration that somebody is in a much later one, and what it sends tells rank 0."""
+        """In its second iteration rank 1 knows of a much later one, and its messages tell rank 0."""
 
         def jump(job, rank, step, weights):
             if (rank, step) == (1, 0):
@@ -346,7 +346,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(job.made[0], [0, 1, *range(30, 34)])
 
     def test_small_colayers_are_encoded_in_pieces_or_not_at_all(self):
-        """A mesh of two cuts 600 values in pieces that go as they are: sketches of so few would be longer."""
+        """A mesh of two cuts 600 values into pieces that are sent unencoded, because their sketches would be longer."""
         shapes, changes = ((600,), (16,), (1200,), (1,)), np.random.default_rng(0).normal(size=(2, 4, 1840))
         for codec in (codecs.get("sketch"), codecs.QuantileSketch(error_feedback=True)):
             job = Job("mesh", 2, np.ones((2, 4)), changes, shapes=shapes, codec=codec).run()
@@ -354,20 +354,20 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(job.exchanges[0].replica.encoding.is_encoded, [[is_encoded], [False]])
             self.assertEqual(job.handed_out[0], {0: 256 + 1216 // 4 if is_encoded else 1216, 1: 624})
             expected = job.expected()
-            start = 1216  # Of the colayer that nobody has changed.
+            start = 1216  # Start of the colayer that is sent unencoded.
             self.assertAllClose(job.finals[0][start:], expected[start:], rtol=1e-5, atol=1e-5)
             self.assertLess(np.linalg.norm(job.finals[0] - expected) / np.linalg.norm(expected), 2e-2)
 
 
 def _check_now_and_then(job, rank, step, weights):
-    if (step + rank) % 4 == 0:  # It takes longer than all the rest.
+    if (step + rank) % 4 == 0:  # The check takes longer than all the rest.
         _check_invariants(job, rank, step, weights)
 
 
 def _check_invariants(job, rank, step, weights):
-    """At any time a replica is what its ledger says; bits are those of what was merged as a whole.
+    """Checks that a replica is the sum that its ledger lists, and that bits belong to fully merged contributions.
 
-    And the graph computes with that, and all of this rank's own changes that are not merged, at their full size.
+    Also checks that the graph computes with the replica plus this rank's own unmerged changes at their full size.
     """
     replica = job.exchanges[rank].replica
     layout = replica.layout(b"\x01" * job.world_size)
@@ -399,7 +399,7 @@ def _check_bits(job, replica, layout):
 
 
 def _disturb(job, rank, step, weights):
-    """Lets replicas differ."""
+    """Makes the ranks' replicas differ."""
     del step, weights
     replica = job.exchanges[rank].replica
     with replica.lock:
@@ -407,7 +407,7 @@ def _disturb(job, rank, step, weights):
 
 
 class FrozenTest(tf.test.TestCase, parameterized.TestCase):
-    """A rank stands still for ten seconds, in which the others make a hundred steps."""
+    """A rank stands still for ten seconds. Meanwhile the others make a hundred steps."""
 
     def _run(self, network, world_size, num_steps=200, freezes=((1, 3.03, 10.0),), **settings):
         rng = np.random.default_rng(0)
@@ -423,7 +423,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("mesh", 3), ("mesh", 2), ("tree", 5), ("bcube:2,2", 4))
     @pytest.mark.stress(after=2)
     def test_the_others_do_not_wait(self, network, world_size):
-        """Though it is the root of pieces, all that they contribute counts in the end, and it catches up."""
+        """The frozen rank is the root of pieces. All contributions count in the end, and the rank catches up."""
         job = self._run(network, world_size)
         for rank in (rank for rank in range(world_size) if rank != 1):
             self.assertGreater(len(job.made[rank]), 197)
@@ -452,7 +452,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(max(num_kept), 6)
 
     def test_a_silent_rank_is_waited_for_in_the_end(self):
-        """The others send what they kept back for the rank, and the rank takes the sums that it missed from them."""
+        """The others send the messages that they kept back, and the rank takes the sums that it missed from them."""
         job = self._run("mesh", 3, num_steps=60)
         self.assertEqual([len(job.made[rank]) for rank in (0, 2)], [60, 60])
         self.assertGreater(min(job.seconds.values()), 6.0)
@@ -466,7 +466,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
             self.assertLess(job.counters[rank]["pulls"], 4)
 
     def test_a_rank_hears_in_the_end_how_many_sums_there_were(self):
-        """The message with which a root ends a piece may come before the one that tells what the root left out.
+        """The message with which a root ends a piece may come before the one about sums that the root left out.
 
         Rank 1 freezes when it has made its last step.
         """
@@ -482,7 +482,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_what_a_message_can_tell_of_bounds_what_is_kept_back(self):
-        """Its header lists the contributions: when it is full, the others do wait."""
+        """A message's header lists its contributions. When the header is full, the others wait."""
         longest = MAX_HEADER_BYTES // 2 // CONTRIBUTION_BYTES // 3
         job = self._run("mesh", 3, num_steps=longest + 300, freezes=((1, 3.03, 0.1 * longest + 10.0),))
         for rank in (0, 2):
@@ -491,7 +491,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_random_schedules(self):
-        """Several ranks freeze at the same time, and again, and links are slow."""
+        """Several ranks freeze, also at the same time and repeatedly, and links are slow."""
         for seed in range(_NUM_SCHEDULES // 2):
             rng = np.random.default_rng([6, seed])
             network, world_size = _NETWORKS[rng.choice(len(_NETWORKS), p=_PROBABILITIES)]
@@ -515,7 +515,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class DepartureTest(tf.test.TestCase, parameterized.TestCase):
-    """Of three ranks the last one leaves; changes tell how often each one's were merged: see `_counts`."""
+    """The last of three ranks leaves. Weights show how often each rank's changes were merged: see `_counts`."""
 
     def _run(self, num_steps, leaves_at, slow_link, last_seconds=1.0, also=None, **settings):
         def inspect(job, rank, step, weights):
@@ -540,18 +540,18 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         return job, seen
 
     def _counts(self, weights, rank):
-        """Of each value what `rank` has added: 2 for each iteration among three ranks, 3 for each among two."""
+        """Returns the part of `rank` in each value: 2 for each iteration among three ranks, 3 for each among two."""
         self.assertAllEqual(weights, np.round(weights))
         return weights.astype(int) // 100**rank % 100
 
     def _pieces(self, job):
-        """The pieces among all, and whether the rank that has left is their root."""
+        """Returns each piece among all ranks, and True if its root is the rank that has left."""
         parts = job.exchanges[0].parts[: len(_MEMBERS)]
         layout = Layout(b"\x01" * 3, get_network("mesh"), 0, [part.sizes for part in parts], job.codec.granularity)
         return [(piece.where, piece.root == 2) for piece in layout.pieces]
 
     def test_what_was_sent_before_others_knew_is_passed_on(self):
-        """Rank 0 knows first that rank 2 has left, and sends nothing more to what rank 1 still adds to."""
+        """Rank 0 is the first to know that rank 2 has left. Rank 1 still contributes to the layout with rank 2."""
         job, seen = self._run(20, leaves_at=5, slow_link=(2, 1))
         for where, is_lost in self._pieces(job):
             for rank in (0, 1):
@@ -559,7 +559,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(num_merged, np.full_like(num_merged, num_merged[0] if is_lost else 2 * 5))
 
     def test_contributions_are_means_of_those_that_are_there(self):
-        """From the iteration on in which a rank has heard that rank 2 has left, after 5 of them."""
+        """Rank 2 leaves after 5 iterations. When a rank has heard of that, its contributions are means over two."""
         job, _ = self._run(20, leaves_at=5, slow_link=(2, 1))
         for where, is_lost in self._pieces(job):
             for rank in () if is_lost else (0, 1):
@@ -568,7 +568,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertBetween(among_two[0], 11, 15)
 
     def test_what_is_under_way_between_others_at_the_end_is_waited_for(self):
-        """Rank 2 leaves when they have made their last step: of pieces that it is not the root of, nothing is lost."""
+        """Rank 2 leaves when the others have made their last step. Nothing is lost of pieces with other roots."""
         job, _ = self._run(20, leaves_at=19, slow_link=(0, 1), last_seconds=3.2)
         for where, is_lost in self._pieces(job):
             for rank in range(3):
@@ -579,7 +579,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*itertools.product(range(4, 9), ((2, 1), (0, 1), (1, 0))))
     @pytest.mark.stress(after=5)
     def test_resyncs_wait_for_what_is_under_way_among_other_ranks(self, leaves_at, slow_link):
-        """A rank may have merged what another one has not: the mean of both would count it half, and once more."""
+        """If only one rank had merged a contribution, the mean of replicas would hold half, and then get it again."""
         job, _ = self._run(leaves_at + 6, leaves_at, slow_link, sync_interval=4)
         self.assertLess(job.max_distance(), 1e-4)
 
@@ -594,11 +594,11 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(job.counters[rank]["contributions_lost"], num_lost)
 
     def test_layouts_of_the_past_are_freed(self):
-        """When no more comes of them: long before the end."""
+        """A layout is freed when no more messages of it can come, long before the end."""
         job, _ = self._run(40, leaves_at=5, slow_link=(2, 1))
         for rank in (0, 1):
             self.assertEqual(job.counters[rank]["layouts"], 1)
-            self.assertLess(job.counters[rank]["gei_rows"], 10)  # Though a late contribution of it is merged.
+            self.assertLess(job.counters[rank]["gei_rows"], 10)  # Although a late contribution of rank 2 is merged.
             self.assertEqual([bytes(layout.key) for layout in job.exchanges[rank].replica.layouts()], [b"\x01\x01\x02"])
 
     def test_what_comes_of_a_layout_that_was_freed_is_counted(self):
@@ -625,7 +625,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(job.finals[rank], job.expected())
 
     def test_a_newcomer_hears_who_has_made_the_last_step(self):
-        """Rank 0 has ended before rank 1 joins again; it has told the process that was there before."""
+        """Rank 0 has ended before rank 1 joins again, and has told only the former process of rank 1."""
         job = Job("mesh", 2, np.ones((2, 1)), np.zeros((2, 1, _NUM_VALUES)))
 
         take_steps = job.take_steps
@@ -634,7 +634,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(sorted(job.finals), [0, 1])
 
     def test_a_newcomer_makes_no_step_of_its_own(self):
-        """Rank 0 is at its last step when rank 1 asks where it is."""
+        """Rank 0 is at its last step when rank 1 asks for its step."""
         job = Job("mesh", 2, np.ones((2, 1)), 2 * np.ones((2, 1, _NUM_VALUES)))
 
         take_steps = job.take_steps
@@ -653,11 +653,11 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         job.take_steps = join_at_the_end
         job.run()
         self.assertAllEqual(job.finals[0], job.finals[1])
-        # What rank 1 was to sum up before it died is lost.
+        # Sums that the former process of rank 1 should have made are lost.
         self.assertEqual(set(job.finals[0]), {0.0, 1.0})
 
     def _rejoin(self, job, seconds):
-        """After so many seconds another process takes the place of rank 1, of two."""
+        """Replaces the process of rank 1, of two ranks, after some seconds."""
         job.cluster.scheduler.sleep(seconds)
         job.cluster.memberships[1].incarnation = 1
         job.exchanges[1].reset(1)
@@ -667,7 +667,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         job.exchanges[0].admit(1, 0)
 
     def test_a_state_is_pulled_of_a_rank_that_has_joined_within_the_iteration(self):
-        """Though that rank takes nothing that is meant for the process before it."""
+        """The joined rank drops messages for its former process, so the request must be for the new one."""
         job = Job("mesh", 2, np.ones((2, 10)), np.zeros((2, 10, _NUM_VALUES)), thresholds=Thresholds(0, 2))
         first, states = job.take_steps, []
 
@@ -684,7 +684,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
             exchange.step(Outgoing(0, exchange.start_segment, (whole,)))
             for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
                 incoming = exchange.step(Outgoing(0, colayer, (whole[: part.sizes[0]],)))
-                job.cluster.scheduler.sleep(5.0)  # Rank 1 is ahead then.
+                job.cluster.scheduler.sleep(5.0)  # Then rank 1 is ahead.
             step = 1 + incoming.num_skipped
             return exchange.step(Outgoing(step, exchange.finish_segment, (empty,)))
 
@@ -693,7 +693,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertNotEmpty(states)
 
     def test_newcomers_do_not_wait_for_each_others_state(self):
-        """Each believes the other one to be the furthest rank, as where a message of an earlier one of it was late."""
+        """Each newcomer believes that the other is the furthest rank, as if a former process's message came late."""
         changes, links = 2 * np.ones((2, 3, _NUM_VALUES)), (lambda a, b, num_bytes: 0.1)
         are_complete = []
         job = Job(
@@ -717,10 +717,10 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         for rank in range(2):
             self.assertAllEqual(job.finals[rank], job.expected())
             self.assertEqual(job.counters[rank]["pulls_rejected"], 1)
-        self.assertEqual(are_complete, [False] * 6)  # Neither has a state to give: it does not know what it lacks.
+        self.assertEqual(are_complete, [False] * 6)  # Neither can give a state, because it does not know what it lacks.
 
     def test_the_next_rank_is_asked_where_the_fastest_one_lacks_something(self):
-        """What rank 3 sends comes to rank 1 late: rank 0 has merged what that one has not."""
+        """Messages of rank 3 reach rank 1, the fastest one, late: rank 0 has merged contributions that rank 1 lacks."""
         durations = np.array([[4.0], [0.5], [0.6], [0.6]]) * np.ones(40)
         changes = 4 * np.ones((4, 40, _NUM_VALUES))
         links = np.full((4, 4), 0.01)
@@ -733,14 +733,14 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(job.finals[rank], job.expected())
 
     def test_a_new_session_waits_for_what_is_being_worked_on(self):
-        """It is of the old one, and changes nothing of the new one."""
+        """A message that is being merged belongs to the old session, and changes nothing in the new one."""
         job = Job("mesh", 2, np.ones((2, 1)), np.zeros((2, 1, _NUM_VALUES)), merge_seconds={0: 5.0})
         scheduler = job.cluster.scheduler
 
         def take_steps(rank, exchange):
             start = Outgoing(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),))
             exchange.step(start)
-            scheduler.sleep(1.0)  # Rank 1 has left by then: what is sent is merged at once.
+            scheduler.sleep(1.0)  # Rank 1 has left by then: sent values are merged at once.
             exchange.step(Outgoing(0, 0, (np.ones(exchange.parts[0].sizes[0], np.float32),)))
             scheduler.sleep(1.0)
             exchange.reset(2)
@@ -755,7 +755,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
 
 class InboxTest(tf.test.TestCase, parameterized.TestCase):
     def _largest(self, inbox_bytes):
-        """The most that rank 0, which merges slowly, had in its inbox, and the job. It is no piece's root."""
+        """Returns the largest size of rank 0's inbox, and the job. Rank 0 merges slowly, and is no piece's root."""
         sizes = []
         job = Job(
             "mesh",
@@ -764,7 +764,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
             5 * np.random.default_rng(0).integers(-9, 10, size=(5, 200, _NUM_VALUES)),
             link_seconds=lambda a, b, num_bytes: 0.1,
             merge_seconds={0: 0.7},
-            codec=codecs.get("int8"),  # Which cuts no pieces so small, and encodes none.
+            codec=codecs.get("int8"),  # Int8 neither cuts nor encodes such small pieces.
             inbox_bytes=inbox_bytes,
             inspect=lambda job, rank, *_: sizes.append(job.exchanges[0].gauges()["inbox_bytes"]),
         ).run()
@@ -791,7 +791,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
     )
     @pytest.mark.stress(but=3)
     def test_who_has_much_under_way_waits_until_it_is_merged(self, network, world_size, seconds, most, duration):
-        """In a round trip to a root, up and down, a rank makes `max_in_flight` iterations, on a long way more."""
+        """In a round trip to a root a rank makes `max_in_flight` iterations, and more on a long path."""
         changes, durations = np.zeros((world_size, 20, _NUM_VALUES)), np.ones((world_size, 20))
         link = {"link_seconds": lambda a, b, num_bytes: seconds}
         job = Job(network, world_size, durations, changes, max_in_flight=most, **link).run()
@@ -805,7 +805,7 @@ class ResyncTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, False)
     @pytest.mark.stress(but=1)
     def test_values_go_only_where_replicas_differ(self, are_alike):
-        """A resync costs what exchanging in float32 does, and where they are alike, to the bit, next to nothing."""
+        """A resync costs as much as an exchange in float32, and next to nothing if replicas are equal, to the bit."""
         shapes, world_size, num_steps = ((4000,), (40, 100), (5000,), (1,)), 3, 20
         num_values = _packing(shapes).sizes[0]
         changes = np.random.default_rng(0).normal(size=(world_size, num_steps, num_values))
@@ -831,7 +831,7 @@ class ResyncTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(num_bytes[5] - num_bytes[None], 0 if are_alike else 2 * one_way, most)
 
     def test_goes_on_without_a_rank_that_has_pulled_past_the_mark(self):
-        """What rank 1 sends to rank 0 is late: rank 0 has it of rank 2 before, in a state that it pulls."""
+        """Messages of rank 1 reach rank 0 late. Before, rank 0 gets their contents with a state that it pulls."""
         rng = np.random.default_rng(1)
         durations = np.ones((3, 40))
         durations[0] = 4.5
@@ -850,7 +850,7 @@ class ResyncTest(tf.test.TestCase, parameterized.TestCase):
         of_root_1 = [piece for piece in job.exchanges[1].replica.layout(b"\x01" * 3).pieces if piece.root == 1]
         self.assertGreater(job.counters[0]["pulls"], 0)
         self.assertGreater(job.counters[0]["duplicates"], 0)
-        # A resync takes some 6 s there: the slow link's 3 s, and those of the snapshot and of what precedes it.
+        # With root 1 a resync takes some 6 s: the slow link's 3 s, and those of the snapshot and of what precedes it.
         at_least = (num_pieces - len(of_root_1)) * 15 + len(of_root_1) * 6
         for rank in (1, 2):
             self.assertGreaterEqual(job.counters[rank]["resyncs"], at_least)

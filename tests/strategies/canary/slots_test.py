@@ -1,4 +1,4 @@
-"""What optimizers under Canary remember of steps that were dropped."""
+"""Tests of optimizers' slots under Canary after dropped steps."""
 
 import keras
 import tensorflow as tf
@@ -20,7 +20,7 @@ class SlotsTest(tf.test.TestCase, parameterized.TestCase):
         num_left=(0, 1, 2),
     )
     def test_those_of_colayers_that_have_not_left_are_as_before(self, make_optimizer, num_left):
-        """Two steps of which the second one is dropped, in part or as a whole, beside only one."""
+        """Compares two steps, of which the second is dropped in part or as a whole, with one step."""
         optimizer, variables = self._after_a_step(make_optimizer())
         before = SlotsBefore(optimizer, variables)
         optimizer.apply([2.0 * tf.ones_like(variable) for variable in variables])

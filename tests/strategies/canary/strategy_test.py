@@ -22,7 +22,7 @@ from hop_tf.tools.testing import InProcessCluster
 from support import fewer_steps
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
-_BATCH_SIZE = 72  # Each of up to nine ranks gets as many rows.
+_BATCH_SIZE = 72  # In each test, all ranks get the same number of rows.
 _NUM_STEPS = 8
 _RATE = 0.05
 
@@ -54,7 +54,7 @@ def _model(optimizer, loss="mse", layers=None, **compile_args):
 
 
 def _train(strategy, make_optimizer, **arguments):
-    """Weights after each step, in the end, and the report."""
+    """Trains; returns the weights after each step, the final weights, and the report."""
     with strategy.scope():
         model = _model(make_optimizer(), **arguments)
     history = []
@@ -69,7 +69,7 @@ def _flat(model):
 
 @functools.cache
 def _expected(make_optimizer):
-    """Weights after each step of training in one process."""
+    """Returns the weights after each step of training in one process."""
     model, history = _model(make_optimizer()), []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(_flat(model)))
     model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0, callbacks=[record])
@@ -133,14 +133,14 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("sketch", codecs.TopK(ratio=0.8, error_feedback=True))
     @pytest.mark.stress
     def test_lossy(self, codec):
-        """Nearly the same, and equal to the bit on all ranks."""
+        """Weights are close to the expected ones, and equal on all ranks, to the bit."""
         results = _cluster(2, consistency="bsp", codec=codec).run(lambda strategy: _train(strategy, _momentum))
         self.assertAllEqual(results[0][0], results[1][0])
         self.assertAllClose(results[0][1], _expected(_momentum)[-1], atol=0.02)
 
     @pytest.mark.slow
     def test_a_fit_after_one_that_ended_early_on_a_rank(self):
-        """`synchronize` makes velocities alike, too: updates would differ by them for good."""
+        """`synchronize` makes velocities equal, too. Otherwise updates would differ for good."""
 
         def run(strategy):
             with strategy.scope():
@@ -157,7 +157,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class SlowRank(keras.callbacks.Callback):
-    """Makes a rank's steps long."""
+    """Makes the steps of one rank slow."""
 
     def __init__(self, strategy, rank, seconds):
         super().__init__()
@@ -168,13 +168,17 @@ class SlowRank(keras.callbacks.Callback):
 
 
 class Meeting:
-    """In the middle of every ten steps rank 1 waits until rank 0 is four ahead, which then waits for it."""
+    """Lets ranks drift apart and meet again in every ten steps.
+
+    In the middle of the ten steps rank 1 waits until rank 0 is four steps ahead. At the next ten, rank 0 waits for
+    rank 1.
+    """
 
     def __init__(self):
         self._reached, self._changed = {0: 0, 1: 0}, threading.Condition()
 
     def of(self, rank):
-        """The callback of a rank."""
+        """Returns the callback of a rank."""
         return keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: self._begin(rank, batch))
 
     def _begin(self, rank, step):
@@ -186,11 +190,13 @@ class Meeting:
 
 
 def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, momentum=0.0, num_unused=0, **compile_args):
-    """The gradient of rank r in step k is 1 for weight (k, r) and 0 for the others: what is applied can be told.
+    """Trains so that the weights show which gradients were applied.
 
-    There are `num_unused` more weights, whose gradients are 0.
+    The gradient of rank r in step k is 1 for weight (k, r) and 0 for the others. There are `num_unused` more weights,
+    whose gradients are 0.
 
-    Returns the weights, [num_steps, n], in units of what one contribution adds, and the report.
+    Returns:
+      The weights, [num_steps, n], in units of one contribution; and the report.
     """
     n = strategy.world_size
     with strategy.scope():
@@ -216,7 +222,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["duplicates"], 0)
 
     def test_by_default(self):
-        """Small layers share a colayer; there are two."""
+        """Small layers share a colayer, so there are two."""
 
         def run(strategy):
             return _train(strategy, _momentum, layers=[keras.layers.Dense(units) for units in (300, 300, 300, 2)])
@@ -227,7 +233,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((report["overtime_drops"], report["proportion"]), (0, 2))
 
     @parameterized.parameters(
-        {"codec": "sketch", "num_unused": 2000},  # So many that the graph encodes them.
+        {"codec": "sketch", "num_unused": 2000},  # Enough values for the graph to encode them.
         {"consistency": "async", "codec": "int8", "steps_per_execution": 4},
         {"consistency": "ssp", "run_eagerly": True},
         {"algorithm": "bcube:2,2", "sync_interval": 3},
@@ -235,7 +241,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_every_contribution_counts_once(self, steps_per_execution=1, run_eagerly=False, num_unused=0, **settings):
-        """What a rank has learned is in the weights of all, once; a slow one passes over what it has missed."""
+        """Each contribution is in the weights of all ranks, once. A slow rank skips the steps that it has missed."""
 
         def run(strategy):
             slow = SlowRank(strategy, 0, 0.05)
@@ -253,7 +259,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_own_steps_stand_in_until_they_are_merged(self):
-        """A rank computes with all of its own steps: over n where they are merged, else as they are."""
+        """A rank computes with all of its own steps: with 1/n of merged ones, and with others in full."""
 
         def run(strategy):
             seen, n = [], strategy.world_size
@@ -278,7 +284,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_weights_that_a_callback_loads_are_no_change(self):
-        """Training begins with them, to the bit: they do not pass through the codec."""
+        """Training begins with the loaded weights, to the bit, because they do not pass through the codec."""
         loaded = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
 
         def run(strategy):
@@ -296,7 +302,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.stress
     def test_overtime(self):
-        """A rank that is behind drops what it has, takes the weights of the fastest, and counts it."""
+        """A rank that is behind drops its contributions, takes the weights of the fastest rank, and counts both."""
 
         def run(strategy):
             return _train_one_hot(strategy, num_steps=60, callbacks=[SlowRank(strategy, 1, 0.1)])
@@ -310,7 +316,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_momentum_forgets_what_was_dropped(self):
-        """Of each gradient there is 1 + m + m^2 + ..., a term for each step of its rank from then on, or nothing."""
+        """A gradient counts 1 + m + m^2 + ... times, a term for each step of its rank from then on, or not at all."""
         momentum, meeting = 0.5, Meeting()
 
         def run(strategy):
@@ -333,7 +339,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_rank_that_stops_early_waits_for_the_others(self):
-        """Nobody has to go on without it."""
+        """The others do not have to go on without that rank."""
 
         def run(strategy):
             stop = keras.callbacks.LambdaCallback(
@@ -359,7 +365,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(each, weights[0])
 
     def test_weight_decay_is_part_of_the_step(self):
-        """It is applied where the step is: on all ranks, once. Here gradients are zero."""
+        """Weight decay is applied with the step: on all ranks, once. Here gradients are zero."""
 
         def run(strategy):
             with strategy.scope():
@@ -371,7 +377,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         weights = _cluster(2, codec=None).run(run)
         self.assertAllEqual(weights[0], weights[1])
         self.assertAllClose(weights[0], np.full((3, 2), weights[0][0, 0]))
-        # Between what one rank's 8 steps over n make, and what those of both make.
+        # Between the effect of one rank's 8 steps over n, and that of both ranks' steps.
         self.assertBetween(weights[0][0, 0], 0.95**8 - 0.02, (1 - 0.05 / 2) ** 8)
 
     def test_constraints_hold_in_the_end(self):
@@ -387,7 +393,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_moving_statistics(self):
-        """Those of all ranks are in the mean, and all end with the same."""
+        """The mean contains the statistics of all ranks, and all ranks end with the same."""
         x = np.repeat(np.arange(2.0), 64).reshape(64, 2, order="F").astype(np.float32)
 
         def run(strategy):
@@ -413,7 +419,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.stress
     def test_moving_statistics_of_accumulated_batches(self):
-        """They change with every batch, not with every update only."""
+        """Statistics change with every batch, not only with updates."""
 
         def run(strategy):
             with strategy.scope():
@@ -424,7 +430,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             return float(normalization.moving_mean.numpy()[0]), strategy.report()["steps"]
 
         results = _cluster(2, codec=None).run(run)
-        # A rank that is behind passes over some updates.
+        # A rank that is behind skips some updates.
         num_batches = 4 * np.mean([num_updates for _, num_updates in results])
         for mean, _ in results:
             self.assertEqual(mean, results[0][0])
@@ -435,7 +441,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({}, Thresholds(16, 4)),
         ({"max_staleness": 3, "min_colayers": 2}, Thresholds(3, 2)),
-        ({"min_colayers": 9}, Thresholds(16, 4)),  # There are fewer.
+        ({"min_colayers": 9}, Thresholds(16, 4)),  # There are only four colayers.
         ({"min_colayers": 0}, Thresholds(16, 0)),
         ({"max_staleness": 3, "consistency": "async"}, Thresholds(3, 0)),
     )
@@ -557,7 +563,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(history, _expected(make_optimizer), rtol=1e-5, atol=1e-6)
 
     def test_alone(self):
-        """In a world of one it is plain Keras."""
+        """In a world of one, training is plain Keras."""
         strategy = hop_tf.CanaryStrategy(algorithm="bcube:3,2")
         history, _, _ = _train(strategy, _momentum)
         self.assertAllClose(history, _expected(_momentum), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""DTS that chooses its settings: changes of the schedule and of ways in the middle of a training lose nothing."""
+"""Tests of DTS that chooses its settings: changes of the schedule and algorithm during training lose nothing."""
 
 import contextlib
 import io
@@ -29,7 +29,7 @@ _OPTIMIZERS = {
     "accumulates": lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2),
 }
 _NUM_STEPS, _BATCH_SIZE = 24, 12
-# D + 1 as the means of windows tell it.
+# D + 1, as in the means of windows.
 _WIDTHS = [1, 3, 3, 3, 2, 2, 5, 1, 1, 4, 1, 2, 2, 1, 3, 6, 1]
 
 
@@ -110,7 +110,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(set(delays), {0, 3})
 
     def test_a_change_of_the_way_loses_no_change(self):
-        """Mesh and ring, with and without int8, and schedules."""
+        """The way changes between mesh and ring, with and without int8, and the schedule changes, too."""
 
         def run(strategy):
             return _fit_in(strategy).get_weights()
@@ -125,7 +125,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters({}, {"interval": 2}, {"delay": 3, "interval": 2}, {"delay": 0, "interval": 1})
     def test_meetings_lose_no_change(self, **settings):
-        """As those with a rank that joins: there, windows begin anew, whatever the delay is."""
+        """At a meeting, as with a rank that joins, windows begin anew with any delay."""
         decide = Admissions.decide
 
         def decide_to_meet(self, mean, step, first_step):
@@ -138,7 +138,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             return _fit_in(strategy).get_weights()
 
         widths = _by_widths([1, 1, 1, 1, 1, 1, 3, 3, 2, 3, 3, 3, 1])
-        # Nobody joins.
+        # No rank joins.
         meets = mock.patch.object(Joining, "meet", lambda self, group, step: None)
         with widths, meets, mock.patch.object(Admissions, "decide", decide_to_meet):
             results = _cluster(codec=None, on_peer_loss="continue", **settings).run(run)
@@ -148,7 +148,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     def test_a_custom_loop(self):
-        """It changes schedules, too; `synchronize` merges all, and begins anew."""
+        """A custom loop changes schedules, too. `synchronize` merges all windows, and begins anew."""
         num_steps = 20
         gradients = np.random.default_rng(0).normal(size=(2 * num_steps, 2, 4)).astype(np.float32)
 
@@ -187,9 +187,9 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
 
 class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
     def _train(self, seconds, **settings):
-        """Trains; returns what was said, and reports.
+        """Trains; returns the printed text, and the reports.
 
-        A step computes for 20 ms at least. Means come so many seconds late, or a tenth of them if they are encoded.
+        A step computes for at least 20 ms. Means come `seconds` late, or a tenth of that if they are encoded.
         """
 
         def run(strategy):
@@ -209,7 +209,7 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
         return [line for line in stderr.getvalue().splitlines() if line.startswith("hop_tf: ")], reports
 
     def test_a_delay_as_long_as_means_take(self):
-        """It is told once, by rank 0, and the second `fit` begins with it."""
+        """Only rank 0 prints the chosen delay, once. The second `fit` begins with the same delay."""
         said, reports = self._train(0.1)
         self.assertRegex(
             said[0], r"hop_tf: lossless over a mesh, D = (\d+), p = \1: .* ms a step; lossless over a mesh"
@@ -222,7 +222,7 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((1, 1), (4, 1), (5, 2), (0, 1), (4, 4), (1, 10))
     @pytest.mark.stress(after=2)
     def test_a_codec_with_a_schedule_that_is_given(self, delay, interval):
-        """Each way's times are its own, however late its means are merged."""
+        """Measured times belong to the way that was used, however late its means are merged."""
         seconds = 0.1 * max(1, delay, interval)
         with mock.patch.object(ways, "_LEAST_BYTES", 0):
             said, reports = self._train(seconds, delay=delay, interval=interval, algorithm="mesh")
@@ -281,7 +281,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
 
 class CoursesTest(absltest.TestCase):
     def test_the_graph_and_exchanges_have_the_same_windows(self):
-        """Settings change all the time, and ranks meet now and then; the graph goes by what windows tell it."""
+        """Settings change all the time, and ranks meet now and then. The graph follows the windows' means."""
         settings = DTSSettings(delay="auto", interval="auto", codec=codecs.Identity(), algorithm="auto")
         for seed in range(100):
             random = np.random.default_rng(seed)
@@ -289,7 +289,7 @@ class CoursesTest(absltest.TestCase):
             schedule, told, meetings, merged = settings.schedule_of(1), {}, set(), 0
 
             def end(window, courses=courses, told=told, meetings=meetings, random=random):
-                """A window ends, and its mean is known to all exchanges at once: no choice is earlier."""
+                """Ends a window. All exchanges know its mean at once: no choice can come earlier."""
                 meets = random.random() < 0.1
                 if meets and not any(
                     meeting >= courses.of(window).schedule.steps_of(window).stop for meeting in meetings

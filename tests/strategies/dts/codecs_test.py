@@ -1,4 +1,4 @@
-"""DTS with codecs, on both algorithms: what ranks apply is what they have agreed on, whatever that has lost."""
+"""Tests of DTS with codecs, on both algorithms: all ranks apply the same means, also with a lossy codec."""
 
 import functools
 import itertools
@@ -36,7 +36,7 @@ def _data(num_rows):
 
 
 def _fit(strategy, num_steps, momentum):
-    """The weights in the end. The gradient of a step is the mean of x y over its rows."""
+    """Trains; returns the final weights. The gradient of a step is the mean of x y over its rows."""
     with strategy.scope():
         kernel = keras.layers.Dense(_SHAPE[1], use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input(_SHAPE[:1]), kernel])
@@ -63,7 +63,7 @@ _CODECS = {
     "top_k of truncate16": codecs.TopK(ratio=0.1, values="truncate16"),
     "top_k of int8": codecs.TopK(ratio=0.1, values="int8"),
     "top_k of int8 with feedback": codecs.TopK(ratio=0.1, values="int8", error_feedback=True),
-    # Whole vectors are less to send.
+    # Whole vectors take fewer bytes.
     "half of truncate16": codecs.TopK(ratio=0.5, values="truncate16"),
     "int8": codecs.Int8(),
     "truncate16 with feedback": codecs.Truncate16(error_feedback=True),
@@ -76,7 +76,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow(after=1)
     def test_all_apply_the_same_means(self, name, algorithm):
-        """They are equal to the bit, and in the end weights are made of nothing else."""
+        """Means are equal to the bit on all ranks, and the final weights contain nothing else."""
         world_size, interval, num_steps, momentum, seen = 3, 2, 11, 0.9, {}
         mean = AllReduce.mean
 
@@ -106,7 +106,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_error_feedback_of_selected_values(self, values, ratio, algorithm):
-        """What is lost of the selected values is sent later, with indices or in whole vectors."""
+        """Errors of the selected values are sent later, with indices or in whole vectors."""
         num_steps, errors = 48, {}
         for error_feedback in (False, True):
             codec = codecs.TopK(ratio=ratio, values=values, error_feedback=error_feedback)
@@ -119,7 +119,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*ALGORITHMS)
     @pytest.mark.stress
     def test_warm_up_sends_no_message_in_vain(self, algorithm):
-        """Windows of which so much is handed out that they go whole go so at once."""
+        """In warm-up, windows with many selected values are sent as whole vectors from the start."""
         num_steps, sent_in_vain = 5, []
         send = Operation.send
 

@@ -1,4 +1,4 @@
-"""DTS in a custom training loop: `synchronize` and `fit` merge what is under way, and what follows begins anew."""
+"""Tests of DTS in a custom loop: `synchronize` and `fit` merge windows in flight, and windows then begin anew."""
 
 import keras
 import numpy as np
@@ -24,12 +24,12 @@ def _cluster(world_size, **settings):
 
 
 def _gradients():
-    """Of each step and of up to three ranks. They do not depend on the weights."""
+    """Returns the gradients of each step and of up to three ranks. They do not depend on the weights."""
     return np.random.default_rng(0).normal(size=(_NUM_STEPS, 3, *_SHAPE)).astype(np.float32)
 
 
 def _synchronous(gradients):
-    """Weights and velocity after one step for each gradient, from ones and zero on."""
+    """Returns weights and velocity after a step for each gradient. They begin with ones and zeros."""
     w, v = np.ones(_SHAPE), np.zeros(_SHAPE)
     for gradient in gradients.astype(np.float64):
         v = _MOMENTUM * v - _RATE * gradient
@@ -58,7 +58,7 @@ class _Loop:
             self._step(tf.constant(part))
 
     def synchronize(self):
-        """Returns weights and velocity as they are then."""
+        """Synchronizes; returns weights and velocity."""
         self._strategy.synchronize(self.model)
         return self.model.get_weights()[0], *(velocity.numpy() for velocity in self.optimizer.momentums)
 
@@ -71,7 +71,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
     )
     @pytest.mark.stress(after=1)
     def test_synchronize_before_the_last_step(self, **settings):
-        """A linear loss ends as with synchronous SGD, however often, and where in a window, it is called."""
+        """With a linear loss weights end as with synchronous SGD, however often and when `synchronize` is called."""
         ends = (5, 6, 10, _NUM_STEPS)
 
         def run(strategy):
@@ -93,7 +93,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.abs(np.subtract(*velocities)).max(), 0.01)
 
     def test_ranks_that_have_made_fewer_steps(self):
-        """They wait for the others, have no part in the windows that these make alone, and get their weights."""
+        """Such ranks wait for the others, have no part in their later windows, and get their weights."""
 
         def run(strategy):
             loop = _Loop(strategy, momentum=0.0)
@@ -110,7 +110,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_fit_after_a_loop(self):
-        """It begins with what all have done in the loop, without a word from the user."""
+        """`fit` begins with the weights of all ranks from the loop, without a call by the user."""
         rows = 2 * np.ones((4, *_SHAPE[:1]), np.float32)
 
         def run(strategy):
@@ -126,7 +126,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_moving_statistics_that_are_averaged_are_no_change(self):
-        """Steps of `train_on_batch` carry them along."""
+        """Steps of `train_on_batch` exchange moving statistics, too."""
         random = np.random.default_rng(0)
         x = random.normal(size=(6, 2, 8, 3)).astype(np.float32)
 
@@ -152,7 +152,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters({"delay": 3, "interval": 2}, {"delay": 0, "interval": 1})
     @pytest.mark.stress(after=1)
     def test_a_loop_after_fit_with_the_same_optimizer(self, **settings):
-        """It has no session: each rank would go on alone."""
+        """The loop has no session, so each rank would go on alone."""
 
         def run(strategy):
             loop = _Loop(strategy)

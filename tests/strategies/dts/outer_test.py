@@ -1,4 +1,4 @@
-"""DTS with an outer optimizer: against NumPy; its state is equal on all ranks, and can be stored."""
+"""Tests of DTS with an outer optimizer, against NumPy. Its state is equal on all ranks, and can be stored."""
 
 import functools
 
@@ -21,7 +21,7 @@ _NUM_ROWS = 600
 _NUM_STEPS = _NUM_ROWS // _BATCH_SIZE
 _RATE = 0.05
 _OUTER = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
-# The error of a rank that refuses, or that of the other one where it hears of the first one's.
+# The error of a rank that refuses, or the error of the other rank if it has heard of the first one's.
 _REFUSALS = (ValueError, PeerLostError)
 
 
@@ -39,7 +39,7 @@ def _cluster(world_size, make_outer=_OUTER, **settings):
 
 @functools.cache
 def _problem():
-    """Inputs, targets and initial weights."""
+    """Returns inputs, targets and initial weights."""
     random = np.random.default_rng(0)
     x = random.normal(size=(_NUM_ROWS, 3)).astype(np.float32)
     y = x @ random.normal(size=(3, 4)) + random.normal(size=(_NUM_ROWS, 4))
@@ -58,7 +58,7 @@ def _gradient(world_size):
 
 
 def _diloco(world_size, interval, outer):
-    """Algorithm 1 of the paper, with SGD as the inner optimizer."""
+    """Computes Algorithm 1 of the paper, with SGD as the inner optimizer."""
     gradient, merged = _gradient(world_size), State.of(_problem()[2])
     for first in range(0, _NUM_STEPS, interval):
         ranks = [merged.w] * world_size
@@ -87,7 +87,7 @@ def _fit(model, rows=slice(None), **arguments):
 
 
 def _all_of(strategy, model):
-    """Weights and what the outer optimizer knows."""
+    """Returns the weights and the outer optimizer's variables."""
     return [*model.get_weights(), *(variable.numpy() for variable in strategy.outer_optimizer.variables)]
 
 
@@ -157,7 +157,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(statistics, [mean, variance], rtol=1e-5, atol=1e-5)
 
     def test_clips(self):
-        """The mean change is longer than what the outer optimizer takes."""
+        """The mean change is longer than the outer optimizer's limit."""
 
         def run(strategy):
             model = _model(strategy)
@@ -184,7 +184,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_after_a_rank_that_ended_early(self):
-        """`synchronize` averages what the outer optimizer knows, too."""
+        """`synchronize` averages the outer optimizer's variables, too."""
 
         def run(strategy):
             model = _model(strategy)
@@ -201,7 +201,7 @@ class OuterTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_goes_on_from_a_checkpoint(self, when):
-        """As if it had never ended; rank 0's is everybody's where training begins."""
+        """Training continues as if it had never ended. All ranks begin with rank 0's checkpoint."""
         path = f"{self.get_temp_dir()}/{when}"
         first, second = slice(0, 4 * _BATCH_SIZE), slice(4 * _BATCH_SIZE, None)
 

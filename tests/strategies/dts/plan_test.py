@@ -1,4 +1,4 @@
-"""What `recommend_dts` promises is kept by the exchange itself, on a virtual clock with links of that kind."""
+"""Tests that the exchange keeps the promises of `recommend_dts`, on a virtual clock with links of that kind."""
 
 import functools
 import weakref
@@ -20,12 +20,12 @@ from hop_tf.tools.simulate import VirtualCluster
 _WORLD_SIZE = 4
 _NUM_VALUES = 100_000
 _STEP = timing.Step(forward_seconds=0.3)
-# Until then the first windows have come, and what they have waited for has spread.
+# Number of steps until the first windows have arrived, and the ranks' waiting for them has spread.
 _NUM_SETTLING = 10
 
 
 class _Links:
-    """Each rank sends one byte after the other; what has left arrives after the latency."""
+    """Links on which each rank sends one byte after the other. A message that has left arrives after the latency."""
 
     def __init__(self, network):
         self._network = network
@@ -39,7 +39,7 @@ class _Links:
 
 
 class _Rank:
-    """Steps that compute for a given time, the exchange of a rank, and a process for each window under way."""
+    """A rank: steps that compute for a given time, the exchange, and a virtual thread for each window in flight."""
 
     def __init__(self, cluster, rank, plan):
         self._scheduler = cluster.scheduler
@@ -60,14 +60,14 @@ class _Rank:
             trained=[variable.value],
         )
         self._exchange = DTSExchange(context, settings)
-        # One of a hundred is no zero, as with `codecs.TopK`.
+        # One of a hundred values is not zero, as with `codecs.TopK`.
         (size,) = context.packing.sizes
         self._values = np.where(np.arange(size) % 100, 0.0, 1.0 + rank).astype(np.float32)
         self._values.flags.writeable = False
         self._means = {}
 
     def train(self, num_steps):
-        """When each step ends."""
+        """Trains; returns the time at which each step ends."""
         self._exchange.reset(self._membership.session + 1)
         self._membership.begin_session()
         ends = []
@@ -98,7 +98,7 @@ class _Rank:
 
 class PlanTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        # Latency binds; bandwidth does; both do; int8; and the largest 1 %.
+        # The bottleneck is latency; bandwidth; both. Then int8; and the largest 1 %.
         {"latency_seconds": 0.5, "window_seconds": 0.01},
         {"latency_seconds": 0.001, "window_seconds": 2.0},
         {"latency_seconds": 1.0, "window_seconds": 2.5},
@@ -110,14 +110,14 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow(after=3)
     @pytest.mark.stress(after=1)
     def test_keeps_what_it_promises(self, latency_seconds, window_seconds, codec_names=timing.dts.CODECS):
-        """`window_seconds` is what the bytes of a window take in float32."""
+        """`window_seconds` is the time for the bytes of a window in float32."""
         num_bytes = 4 * _NUM_VALUES
         beta = window_seconds / (2 * (_WORLD_SIZE - 1) / _WORLD_SIZE * num_bytes)
         network = timing.NetworkCosts(latency_seconds=latency_seconds, seconds_per_byte=beta)
         plan = timing.recommend_dts(
             network, _STEP, world_size=_WORLD_SIZE, num_bytes=num_bytes, codec_names=codec_names
         )
-        cycle = (plan.delay // plan.interval + 1) * plan.interval  # Then the schedule repeats itself.
+        cycle = (plan.delay // plan.interval + 1) * plan.interval  # The schedule's period.
         num_steps = _NUM_SETTLING * cycle
         cluster = _Links(network).cluster
         ranks = [_Rank(cluster, rank, plan) for rank in range(_WORLD_SIZE)]

@@ -1,4 +1,4 @@
-"""DTS between processes, over a link that stalls."""
+"""Tests of DTS between processes, over a link that stalls."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _RATE, _MOMENTUM = 0.01, 0.9
 _ADDRESSES = "HOP_TF_TEST_ADDRESSES"
 _PORT = 23000
 _STALL_SECONDS = 5.0
-_TRACED = 3  # So many steps may take long for another reason.
+_TRACED = 3  # Number of first steps that may take long for another reason.
 _REASON = network.available()
 
 
@@ -40,7 +40,7 @@ def _run():
     """Trains; rank 0 waits for a line when it has made some steps.
 
     Returns:
-      The weights, what ended `fit`, and the longest time between two steps, in seconds.
+      The weights, the error of `fit`, and the longest time between two steps, in seconds.
     """
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     os.environ["HOP_TF_STEP_SECONDS"] = "0.03"
@@ -84,7 +84,7 @@ class DTSProcessesTest(tf.test.TestCase):
             outputs = [self._read(process) for process in processes]
         for weights, error, pause in outputs:
             self.assertEqual(error, "")
-            self.assertGreater(pause, _STALL_SECONDS / 2)  # Else the stall held nothing up.
+            self.assertGreater(pause, _STALL_SECONDS / 2)  # Otherwise the stall did not stop any rank.
             self.assertAllClose(weights, _expected(), rtol=1e-5, atol=1e-6)
 
     def _start(self, net, workers, rank):
@@ -98,7 +98,7 @@ class DTSProcessesTest(tf.test.TestCase):
         return net.popen(rank, [sys.executable, __file__], env=environment, text=True, **pipes)
 
     def _read(self, process):
-        """Lets a process that waits go on, and returns what it has printed last."""
+        """Lets a waiting process go on; returns its last output."""
         timer = threading.Timer(90, process.kill)
         timer.start()
         output, _ = process.communicate("\n")

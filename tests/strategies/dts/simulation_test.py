@@ -1,4 +1,4 @@
-"""The simulation with which accuracies are compared ends with the weights that `fit` under `DTSStrategy` ends with."""
+"""Tests that the simulation for accuracies ends with the same weights as `fit` under `DTSStrategy`."""
 
 import dts_simulation
 import keras

@@ -1,4 +1,4 @@
-"""DTS under `fit`, with ranks in one process, against a NumPy reference of windows of changes."""
+"""Tests of DTS under `fit`, with ranks in one process, against a NumPy reference of windows of changes."""
 
 import functools
 import threading
@@ -23,8 +23,8 @@ _BATCH_SIZE = 60
 _NUM_ROWS = 480
 _NUM_STEPS = 2 * _NUM_ROWS // _BATCH_SIZE
 _RATE = 0.05
-_EPSILON = 1e-2  # Adam's own one makes as much of a rounding as of a gradient.
-# The error of a rank that refuses, or that of the other one where it hears of the first one's.
+_EPSILON = 1e-2  # With Adam's default, rounding errors have as much effect as gradients.
+# The error of a rank that refuses, or the error of the other rank if it has heard of the first one's.
 _REFUSALS = (ValueError, PeerLostError)
 
 
@@ -40,7 +40,7 @@ def _cluster(world_size, **settings):
 
 @functools.cache
 def _problem(num_outputs):
-    """Inputs, targets and initial weights."""
+    """Returns inputs, targets and initial weights."""
     random = np.random.default_rng(0)
     x = random.normal(size=(_NUM_ROWS, 3)).astype(np.float32)
     y = x @ random.normal(size=(3, num_outputs)) + random.normal(size=(_NUM_ROWS, num_outputs))
@@ -68,14 +68,14 @@ def _summed_square(y_true, y_pred):
 
 
 def _linear_gradient(step, rank=0, world_size=1):
-    """By default that of all ranks."""
+    """Returns the gradient of a rank, by default that of all ranks."""
     x, y, _ = _problem(4)
     rows = _rows_of(step, rank, world_size)
     return x[rows].astype(np.float64).T @ y[rows] / len(x[rows])
 
 
 def _applied(make_optimizer, gradients):
-    """What one of Keras's optimizers makes of the initial weights."""
+    """Returns the initial weights after one of Keras's optimizers has applied the gradients."""
     variable, optimizer = keras.Variable(_problem(4)[2]), make_optimizer()
     for gradient in gradients:
         optimizer.apply([tf.constant(gradient, tf.float32)], [variable])
@@ -105,7 +105,7 @@ def _weights(model):
 
 
 def _train(strategy, make_optimizer, callbacks=(), **arguments):
-    """Weights after each step, in the end, and the report."""
+    """Trains; returns the weights after each step, the final weights, and the report."""
     model, history = _compiled(strategy, make_optimizer, **arguments), []
     record = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: history.append(_weights(model)))
     _fit(model, epochs=2, callbacks=[record, *callbacks])
@@ -176,7 +176,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, codec, reference, name):
-        """A value at the border of two codes may fall to either side: the first windows are alike but for these."""
+        """The first windows are equal, except for values at the border of two codes, which may get either code."""
         make_optimizer, update = _OPTIMIZERS[name]
         results = _cluster(3, delay=3, interval=2, codec=codec).run(
             lambda s: _train(s, make_optimizer, num_outputs=900)
@@ -227,7 +227,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_in_several_parts(self, codec):
-        """All is merged when `fit` ends, one without a whole window too; the next one goes on with the velocity."""
+        """All is merged at the end of a `fit`, also without a whole window. The next `fit` keeps the velocity."""
 
         def run(strategy):
             model = _compiled(strategy, _decaying(momentum=0.9), linear_loss)
@@ -264,7 +264,7 @@ def _network(strategy, make_optimizer):
 
 
 class EqualTest(tf.test.TestCase, parameterized.TestCase):
-    """After `fit` all ranks have the same weights and moving statistics, to the bit."""
+    """Tests that after `fit` all ranks have the same weights and moving statistics, to the bit."""
 
     @parameterized.parameters(
         (2, "adam", {"delay": 5, "interval": 2, "codec": codecs.Int8(error_feedback=True), "algorithm": "ring"}),
@@ -364,7 +364,7 @@ class TrafficTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((8, 6), (0, 1))
     @pytest.mark.stress
     def test_top_k(self, warmup_steps, num_steps):
-        """Where more is handed out, in warm-up and in the end, it goes as whole vectors in pieces if that is less."""
+        """In warm-up and in the end more values are sent: as whole vectors in pieces, if that takes fewer bytes."""
         codec = codecs.TopK(ratio=0.01, warmup_steps=warmup_steps)
         x = np.random.default_rng(0).normal(size=(8 * num_steps, 100)).astype(np.float32)
 
@@ -392,7 +392,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(codecs.TopK(ratio=0.25), None)
     @pytest.mark.stress(after=1)
     def test_adam_of_each_rank(self, codec):
-        """Where gradients do not depend on the weights all end with the mean of what ranks would make alone."""
+        """If gradients do not depend on the weights, all ranks end with the mean of the weights of lone trainings."""
 
         def make_optimizer():
             return keras.optimizers.Adam(0.01)
@@ -407,7 +407,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(None, "rmsprop")
     @pytest.mark.stress
     def test_optimizers_of_the_models_own(self, unused_optimizer):
-        """They are built by their first update. What is under way in the end is merged."""
+        """The first update builds such optimizers. Windows in flight at the end are merged."""
         make_optimizers = _sgd(momentum=0.9), _sgd(weight_decay=0.5)
 
         def run(strategy):
@@ -422,7 +422,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_several_optimizers_in_one(self):
-        """What is under way in the end is merged once, though each of them says that training has ended."""
+        """Windows in flight at the end are merged once, although each optimizer reports the end of training."""
         make_optimizers = _sgd(), _sgd(momentum=0.9, nesterov=True)
 
         def run(strategy):
@@ -438,7 +438,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, [_linear_result(make) for make in make_optimizers], rtol=1e-5, atol=1e-5)
 
     def test_loss_scale_with_an_unused_variable(self):
-        """The optimizer is given None for its gradient."""
+        """The optimizer gets None for the gradient of that variable."""
         make_optimizer = _decaying(momentum=0.9)
 
         def run(strategy):
@@ -505,14 +505,14 @@ class TopKTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(last, results[0])
 
     def test_a_rank_that_ends_early(self):
-        """It hands out all that it has held back while rank 0 hands out little: so much more stays for later."""
+        """Rank 1 sends all values that it has held back, while rank 0 sends few and keeps the rest for later."""
 
         def run(strategy):
             model = _compiled(strategy, _sgd(), linear_loss)
             _fit(model, **fewer_steps(strategy, 5))
             return _weights(model)
 
-        # Both add half of what both have handed out, and in the end rank 0 all of the rest of its own.
+        # Both ranks add half of all that both have sent. In the end rank 0 adds all the rest of its own.
         total = 2 * _problem(4)[2].astype(np.float64)
         for rank, num_steps in ((0, _NUM_ROWS // _BATCH_SIZE), (1, 5)):
             total -= _RATE * np.sum([_linear_gradient(step, rank, 2) for step in range(num_steps)], axis=0)
@@ -531,7 +531,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((6, 7), (5, 6))
     @pytest.mark.stress(after=1)
     def test_a_rank_that_ends_early(self, last_batch, num_early):
-        """Rank 1 leaves in the middle of a window, or at the end of one; rank 0 goes on, and alone in the end."""
+        """Rank 1 leaves in the middle of a window, or at the end of one. Rank 0 goes on, at last alone."""
 
         def run(strategy):
             model = _compiled(strategy, _sgd(), linear_loss)
@@ -543,7 +543,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
         (last, num_steps), (early, _) = _cluster(2, delay=2, interval=3).run(run)
         self.assertEqual(num_steps, _NUM_STEPS)
-        # Two windows of both; rank 1's step 6, if there is one, meets rank 0's third window, which else is its own.
+        # Two windows of both. Rank 1's step 6, if there is one, joins rank 0's third window.
         both = (total(range(6), 0) + total(range(6), 1)) / 2
         third = total(range(6, 9), 0) if num_early == 6 else (total(range(6, 9), 0) + total([6], 1)) / 2
         expected = _problem(4)[2] - _RATE * (both + third)
@@ -552,7 +552,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_fit_after_one_that_ended_early_on_a_rank(self):
-        """It gets the others' weights; what its optimizer remembers stays its own, and its number of steps."""
+        """The rank gets the others' weights, and keeps its own slots and its own number of steps."""
 
         def run(strategy):
             model = _compiled(strategy, _sgd(momentum=0.9))
@@ -584,7 +584,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             return step(exchange, outgoing)
 
         def noted_commit(exchange, window):
-            self.assertLessEqual(exchange.sent_rounds, window)  # Nor does the next one count before this one.
+            self.assertLessEqual(exchange.sent_rounds, window)  # The next window does not count before this one.
             if exchange._membership.rank == 1:
                 waits[window].set()
             commit(exchange, window)
@@ -606,7 +606,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
     def test_moving_statistics_are_averaged(
         self, interval, gradient_accumulation_steps=None, num_batches=(_NUM_STEPS,)
     ):
-        """They follow the data of all ranks, those of steps without an update too, the last ones or all of a `fit`."""
+        """Statistics follow the data of all ranks, also of steps without an update, even of a whole `fit`."""
         x, y, _ = _problem(4)
         x, y = (np.concatenate([values] * 3) for values in (x, y))
 
@@ -633,7 +633,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_broken_fit_does_not_spoil_the_next(self):
-        """What was under way, and how far others were, is forgotten."""
+        """The next `fit` forgets windows in flight, and the other ranks' steps."""
 
         def fail():
             raise KeyError("broken off")
@@ -655,7 +655,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("between two fits", "in a step", "when training begins", "in the last step")
     @pytest.mark.stress(after=1)
     def test_weights_that_others_assign(self, when):
-        """What was assigned before is what training begins with; in a step it is this rank's own change."""
+        """Training begins with values that were assigned before. Values assigned in a step are this rank's change."""
         new = np.full((3, 4), 7.0, np.float32)
 
         def run(strategy):

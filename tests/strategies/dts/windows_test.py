@@ -1,4 +1,4 @@
-"""When windows end and are merged, which part of one is handed out, and what becomes of the rest."""
+"""Tests of windows: when they end and are merged, and the selection of the values that are sent."""
 
 import itertools
 
@@ -19,7 +19,7 @@ class ScheduleTest(tf.test.TestCase):
                 if has_ended:
                     self.assertEqual((window + 1) * interval, num_steps)
                     under_way.append(window)
-                # The last one of a `fit`, which may be shorter, comes on top wherever that ends.
+                # The last window of a `fit`, which may be shorter, needs one more slot, wherever the `fit` ends.
                 self.assertLessEqual(len(under_way) + (num_steps % interval > 0), schedule.num_slots)
                 is_due, window = schedule.due(num_steps)
                 if is_due:
@@ -28,13 +28,13 @@ class ScheduleTest(tf.test.TestCase):
                     self.assertEqual((window + 1) * interval + delay, num_steps)
                     num_merged += 1
                 self.assertEqual([*schedule.under_way(num_steps)], under_way)
-                # One that hands out what was held back needs a slot even after a whole window.
+                # A window that sends values held back needs a slot even after a whole window.
                 self.assertLessEqual(len(under_way) + 1, schedule.num_slots)
 
 
 class SelectionTest(tf.test.TestCase):
     def test_the_largest_are_handed_out(self):
-        """The others are this rank's own changes until they are among the largest."""
+        """Smaller values stay this rank's own changes until they are among the largest."""
         selection = codecs.TopK(ratio=0.4)
         variable = tf.Variable(tf.zeros(5))
         outer = OuterSteps([variable], [variable.read_value()], num_trained=1, max_newer=0)

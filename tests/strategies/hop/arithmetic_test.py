@@ -1,4 +1,4 @@
-"""weighted_differences against NumPy."""
+"""Tests of `weighted_differences` against NumPy."""
 
 import numpy as np
 import tensorflow as tf
@@ -13,14 +13,14 @@ _WEIGHTS = (0.5, 0.3, 0.125)
 
 
 def _arrays(size, dtype, seed=0):
-    """An own array and one for each weight."""
+    """Returns an own array, and one for each weight."""
     rng = np.random.default_rng(seed)
     own, *others = rng.normal(size=(1 + len(_WEIGHTS), size)).astype(dtype)
     return own, others
 
 
 def _reference(own, others, weights):
-    """The formula in float64."""
+    """Returns the formula's result in float64."""
     own = own.astype(np.float64)
     return sum((w * (other.astype(np.float64) - own) for w, other in zip(weights, others, strict=True)), 0.0 * own)
 
@@ -40,7 +40,7 @@ class WeightedDifferencesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.named_parameters(("float16", np.float16, 2048), ("bfloat16", _BFLOAT16, 256))
     def test_narrow_types_are_summed_in_float32(self, dtype, large):
-        """In the type itself, large + 1 is large again."""
+        """In the narrow type itself, large + 1 would be large again."""
         others = [np.full(4, value, dtype) for value in (large, 1, 1)]
         out = np.empty(4, dtype)
         weighted_differences(np.zeros(4, dtype), others, [1.0, 1.0, 1.0], out=out)

@@ -18,7 +18,7 @@ _LEARNING_RATE = 0.05
 
 
 def _least_squares(world_size, seed):
-    """Each rank's own problem: gradient(rank, x) of the mean squared error."""
+    """Returns `gradient(rank, x)` of the mean squared error of each rank's own problem."""
     rng = np.random.default_rng(seed)
     features = rng.normal(size=(world_size, 8, _DIMENSION))
     targets = rng.normal(size=(world_size, 8))
@@ -40,7 +40,7 @@ def _run(topology, gradient, *, num_steps, seed, max_iteration_gap=4, mean_compu
     world_size = topology.world_size
     link_times = rng.exponential(size=(world_size, world_size))
     mean_compute = rng.exponential(size=world_size) if mean_compute is None else mean_compute
-    return hop_tf.tools.simulate.hop(
+    return hop_tf.simulate.hop(
         topology=topology,
         world_size=world_size,
         num_steps=num_steps,
@@ -132,7 +132,7 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(run.parameters, x, rtol=1e-5, atol=1e-5)
 
     def test_a_straggler_jumps_right_after_the_step_that_was_slow(self):
-        run = hop_tf.tools.simulate.hop(
+        run = hop_tf.simulate.hop(
             topology="complete",
             world_size=3,
             num_steps=12,
@@ -144,8 +144,8 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters({"num_backup_workers": 1}, {"max_staleness": 1})
     def test_what_comes_before_the_gradient_is_averaged(self, **settings):
-        """Rank 0 could do without the update of rank 2, which comes while it computes."""
-        run = hop_tf.tools.simulate.hop(
+        """Rank 0 does not need the update of rank 2, which comes while rank 0 computes, but averages it, too."""
+        run = hop_tf.simulate.hop(
             topology="complete",
             world_size=3,
             num_steps=[2, 2, 2],
@@ -159,7 +159,7 @@ class HopExchangeTest(tf.test.TestCase, parameterized.TestCase):
     def test_tokens_have_room_where_ranks_that_leave_lengthen_paths(self):
         num_steps = [40] * 8
         num_steps[4] = num_steps[6] = 1
-        run = hop_tf.tools.simulate.hop(
+        run = hop_tf.simulate.hop(
             topology="exponential",
             world_size=8,
             num_steps=num_steps,

@@ -1,6 +1,6 @@
-"""Ranks of Hop that die and come back, in simulation: nobody waits for ever, and all who are left train to the end.
+"""Tests of Hop's ranks that die and come back, in simulation: none waits for ever, and all others train to the end.
 
-`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn.
+`HOP_TF_NUM_SCHEDULES` is the number of random schedules.
 """
 
 import collections
@@ -25,7 +25,7 @@ from support import IS_STRESS
 from support.logs import logging_disabled
 
 _NUM_SCHEDULES = int(os.environ.get("HOP_TF_NUM_SCHEDULES", "50"))
-_STRIDE = 5 if IS_STRESS else 37  # Events from one death to the next, in the small jobs.
+_STRIDE = 5 if IS_STRESS else 37  # Events between the deaths in two successive runs of the small jobs.
 _TARGET = np.arange(1, 4)
 _MODES = {
     "standard": {"on_peer_loss": "continue"},
@@ -47,7 +47,7 @@ _MODES = {
 
 
 def _topology(kind, world_size):
-    """As `resolve`; "directed": everybody sends to two ranks, of which few send to it."""
+    """Resolves a kind as `resolve` does. "directed": a rank sends to two ranks, and few of these send back."""
     if kind != "directed":
         return resolve(kind, world_size)
     distances = (1, 3 if world_size > 4 else 2)
@@ -55,12 +55,12 @@ def _topology(kind, world_size):
 
 
 class _ObservedJob(Job):
-    """A job that remembers every rank's parameters at each step, and what newcomers began with.
+    """A job that records every rank's parameters at each step, and the first parameters of newcomers.
 
     Attributes:
       newcomers: (rank, step, parameters) of each rank's first step after a restart.
-      num_events_to_begin: Events until all ranks were in their first step.
-      result: What `run` has returned.
+      num_events_to_begin: Number of events until all ranks were in their first step.
+      result: The result of `run`.
     """
 
     def __init__(self, *, settings, num_steps, **arguments):
@@ -82,10 +82,10 @@ class _ObservedJob(Job):
         self._restarted.add(rank)
 
     def _change(self, rank, step, x):
-        """A third of the way: after 12 steps less than a hundredth is left of it."""
+        """Returns a third of the distance to the target: after 12 steps less than a hundredth is left."""
         self._note(rank, step, x)
         change = ((_TARGET - x) / 3).astype(np.float32)
-        given = x + change if self._is_serial else x  # To those that ask for it.
+        given = x + change if self._is_serial else x  # The state that others get on request.
         self._states[step].append((self.cluster.scheduler.now, given))
         return change
 
@@ -98,7 +98,7 @@ class _ObservedJob(Job):
             self.num_events_to_begin = self.cluster.scheduler.num_events
 
     def began_elsewhere(self, step, x):
-        """Whether `x` is what some rank had in the step before `step`; or earlier, if the furthest one ended then."""
+        """True if `x` was some rank's state in the step before `step`, or earlier if the furthest rank had ended."""
         states = [state for _, state in self._states[max(step - 1, 0)]]
         first_end = np.nanmin(self.result.finished_seconds, initial=np.inf)
         for earlier in range(step - 1):
@@ -107,7 +107,7 @@ class _ObservedJob(Job):
 
 
 class _Case:
-    """A job whose ranks are unequal, and how they die."""
+    """A job of unequal ranks, and their deaths."""
 
     def __init__(self, seed):
         rng = np.random.default_rng(seed)
@@ -131,7 +131,7 @@ class _Case:
             )
             for _ in range(int(rng.integers(1, 5)))
         ]
-        self.is_narrow = bool(rng.random() < 0.5)  # Then messages wait for each other.
+        self.is_narrow = bool(rng.random() < 0.5)  # If True, messages wait for each other.
         self._rng = rng
 
     def run(self):
@@ -152,7 +152,7 @@ class _Case:
         return job
 
     def falls_apart(self, error):
-        """Whether that error says so, and is right, as networkx sees it."""
+        """True if the error says that the graph has fallen apart, and networkx agrees."""
         match = re.search(r"ranks \[([\d, ]+)\] have left, and the communication graph .* not connected", str(error))
         if match is None:
             return False
@@ -184,7 +184,7 @@ class RandomFaultsTest(tf.test.TestCase):
                 self._check_bounds(case, job.result, dead)
                 num_finished += 1
                 num_back += len(job.newcomers)
-        # Not nearly all of it fell apart or came too late.
+        # Only some jobs fell apart or came too late.
         self.assertGreater(num_finished, 0.7 * _NUM_SCHEDULES)
         self.assertGreater(num_back, 0.5 * _NUM_SCHEDULES)
 
@@ -192,11 +192,11 @@ class RandomFaultsTest(tf.test.TestCase):
         for rank, step, x in job.newcomers:
             self.assertTrue(job.began_elsewhere(step, x), f"rank {rank} began step {step} with {x}")
         whole = [rank for rank in sorted(finished) if case.num_steps[rank] == 40]
-        for rank in whole:  # Nobody, where all died before one of them was there again.
+        for rank in whole:  # Empty if all died before one of them was back.
             self.assertAllClose(job.result.parameters[rank], _TARGET, atol=0.3)
 
     def _check_bounds(self, case, result, dead):
-        """Those of memory, and of the gap between neighbors: those that were there all the time."""
+        """Checks the bounds of memory, and of the gap between neighbors that were there all the time."""
         for rank in range(case.world_size):
             limit = (1 + case.settings.max_iteration_gap) * len(case.topology.in_neighbors(rank))
             self.assertLessEqual(result.most_updates[rank], limit)
@@ -223,7 +223,7 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
         for number in range(1, num_events, _STRIDE):
             victim = number % 4
             for turn, restart_seconds in enumerate((None, 0.3, 4.0)):
-                # What it has sent last reaches all, nobody, or one of its neighbors.
+                # The rank's last messages reach all, none, or one of its neighbors.
                 reaches = (None, [], [(victim + 1) % 4])[(number + turn) % 3]
                 death = victim, restart_seconds, reaches
                 with self.subTest(event=number, death=death):
@@ -263,7 +263,7 @@ class EveryStateTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
-    """Deaths and returns that were traps once."""
+    """Tests of deaths and returns that have caused errors before."""
 
     def setUp(self):
         super().setUp()
@@ -296,7 +296,7 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(result.parameters, [_TARGET] * len(result.parameters), atol=0.01)
 
     def test_joins_between_stragglers_that_jump(self):
-        """Both neighbors decide to jump when they have sent their state, and have not heard of the newcomer yet."""
+        """Both neighbors have sent their state, and decide to jump before they hear of the newcomer."""
         graph = nx.Graph([(5, 2), (2, 0), (0, 1), (1, 3), (3, 4), (4, 5)])
         settings = {"num_backup_workers": 1, "skip": hop_tf.SkipIterations(max_jump=10, trigger=2)}
         for seconds in (3.0, 6.0):
@@ -312,14 +312,14 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.named_parameters(("hears_of_it", 0.0), ("heard_of_it_before_its_first_step", 5.0))
     def test_one_that_is_joining_hears_of_a_neighbor_that_joins(self, tracing_seconds):
-        """The session is further from its beginning than a queue holds tokens, in TensorFlow's queues of 12."""
+        """The session is longer than a queue has room for tokens: TensorFlow's queues hold 12."""
         self.enter_context(mock.patch.object(rank_loops, "SimulatedFifo", queues.Fifo))
         settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
         job = self._job("ring", 6, settings, tracing_seconds=lambda rank: tracing_seconds * (rank == 2))
         self._check_all_finish(job, [Fault(1, 40.0, 2.5), Fault(2, 40.0, 3.0)])
 
     def test_news_of_one_that_joins_overtake_it(self):
-        """One that has ended hears from others that a neighbor has joined, before it hears from its new process."""
+        """A rank that has ended hears of a joined neighbor from others before it hears from the new process."""
         for seconds in (0.3, 1.5):
             job = self._job(
                 "complete",
@@ -331,14 +331,14 @@ class ScenarioTest(tf.test.TestCase, parameterized.TestCase):
             self._check_all_finish(job, [Fault(1, 40.0, 2.5)])
 
     def test_one_that_has_ended_hears_of_a_neighbor_that_joins(self):
-        """The newcomer is further from it than a queue holds tokens."""
+        """The newcomer is behind by more iterations than a queue has room for tokens."""
         settings = {"on_peer_loss": "continue", "max_iteration_gap": 2}
         job = self._job("ring", 4, settings, num_steps=[60, 60, 20, 60])
         self._check_all_finish(job, [Fault(1, 40.0, 2.5)])
         self.assertGreater(job.newcomers[0][1], 40)
 
     def test_a_newcomer_that_numbers_its_groups_otherwise(self):
-        """As where the others train with their second optimizer."""
+        """Happens if the others train with their second optimizer."""
         job = self._job("ring", 4, {"on_peer_loss": "continue"})
         job.cluster.scheduler.call_at(5.0, lambda: job.kill(2, 1.0))
         patch = mock.patch.object(rank_loops, "GROUP", "0-ab")

@@ -1,4 +1,4 @@
-"""Callbacks, validation and saved files under HopStrategy's `fit` in two processes, against plain Keras."""
+"""Tests callbacks, validation and saved files under HopStrategy's `fit` in two processes, against plain Keras."""
 
 import glob
 import os
@@ -41,7 +41,7 @@ def _build():
 
 
 def _train(weights, num_epochs):
-    """Figure 7 with SGD: from each rank's `weights`, to each rank's. One rank alone trains on its own slices."""
+    """Returns each rank's weights after Figure 7 with SGD from `weights`. A lone rank trains on its own slices."""
     x, y = _data()
     half = _BATCH_SIZE // _WORLD_SIZE
     model = _build()
@@ -61,7 +61,7 @@ def _train(weights, num_epochs):
     return weights
 
 
-# What runs in the processes.
+# In the processes.
 
 
 def _run():
@@ -103,7 +103,7 @@ class _NoteInitialWeights(keras.callbacks.Callback):
 
 
 def _crash_and_resume(strategy, directory):
-    """Each rank backs up to its own directory, as on machines that share none."""
+    """Crashes and resumes. Each rank backs up to its own directory, as on machines that share none."""
     crash, note = _CrashAfterSecondEpoch(), _NoteInitialWeights()
     result = {"crashed": False}
     try:
@@ -140,7 +140,7 @@ def _checkpoint_and_board(strategy, directory):
 
 
 def _logged_losses(directory):
-    """The epochs' losses, read from TensorBoard's event files."""
+    """Returns the epochs' losses from TensorBoard's event files."""
     losses = {}
     for path in glob.glob(f"{directory}/events.out.tfevents.*"):
         for event in tf.compat.v1.train.summary_iterator(path):
@@ -151,7 +151,7 @@ def _logged_losses(directory):
 
 
 def _early_stopping_on_one_rank(strategy):
-    """Rank 1 wants more progress than there is, and stops after its second epoch."""
+    """Trains. Rank 1 demands more progress than there is, and stops after its second epoch."""
     model = _compiled(strategy)
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=1, min_delta=1e6 if strategy.rank == 1 else 0.0)
     history = _fit(model, epochs=4, callbacks=[stop])
@@ -212,7 +212,7 @@ class HopFitCallbacksTest(tf.test.TestCase):
         self.assertNotAllClose(first["losses"], second["losses"], rtol=1e-3)
 
     def test_the_others_go_on_when_one_stops_early(self):
-        """Its place in the mean is taken by the receiver's own weights."""
+        """The receiver's own weights replace those of the stopped rank in the mean."""
         first, second = self._results("early_stopping")
         initial = _build().get_weights()
         at_stop = _train([initial, initial], num_epochs=2)

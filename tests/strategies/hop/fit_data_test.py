@@ -1,4 +1,4 @@
-"""How two ranks share the training data under HopStrategy's `fit`."""
+"""Tests of sharing training data between two ranks under HopStrategy's `fit`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BATCH_SIZE = 8
 _NUM_EPOCHS = 2
 _AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
-# By name of the dataset: what the two ranks see of the rows 0 to 31, or as many as there are.
+# By name of the dataset: the rows that the two ranks see of the rows 0 to 31, or of fewer if there are fewer.
 _HALVES = [
     [[0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19], [24, 25, 26, 27]],
     [[4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 23], [28, 29, 30, 31]],
@@ -41,7 +41,7 @@ def _with_policy(dataset, policy):
 
 
 def _as_example(row):
-    """Features and targets of a row."""
+    """Returns the features and targets of a row."""
     row = tf.cast(row, tf.float32)
     return tf.stack([row, row]), tf.zeros([2])
 
@@ -51,7 +51,7 @@ def _range(num_rows):
 
 
 def _records(directory):
-    """Two files of 16 rows, one after the other."""
+    """Returns a dataset of two files of 16 rows, one after the other."""
     paths = [f"{directory}/{index}.tfrecord" for index in range(2)]
     for index, path in enumerate(paths):
         with tf.io.TFRecordWriter(path) as writer:
@@ -62,7 +62,7 @@ def _records(directory):
 
 
 def _for_one_rank(context):
-    """Every second row of 16."""
+    """Returns a dataset of every second row of 16."""
     rows = tf.data.Dataset.range(16).shard(context.num_input_pipelines, context.input_pipeline_id)
     return rows.map(_as_example).batch(context.get_per_replica_batch_size(_BATCH_SIZE))
 
@@ -94,7 +94,7 @@ class RecordingModel(keras.Model):
         return super().train_step(data)
 
 
-# What runs in the processes.
+# In the processes.
 
 
 def _run(names):
@@ -110,7 +110,7 @@ def _run(names):
 
 
 def _fit(strategy, *data, shuffle=False, **fit_args):
-    """What the model saw, steps taken, and warnings."""
+    """Trains; returns the rows that the model saw, the number of steps, and the warnings."""
     with strategy.scope():
         model = RecordingModel()
         model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
@@ -126,7 +126,7 @@ def _fit(strategy, *data, shuffle=False, **fit_args):
 
 
 def _fit_shuffled_arrays(strategy):
-    """33 rows in batches of 8: the last batch has one row, for two ranks."""
+    """Fits 33 rows in batches of 8: the last batch has one row for two ranks."""
     rows = np.arange(33, dtype="float32")
     x = np.stack([rows, rows], axis=1)
     return _fit(strategy, x, np.zeros((33, 2)), batch_size=_BATCH_SIZE, shuffle=True)
@@ -149,7 +149,7 @@ class HopFitDataTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(result["rows"], expected * _NUM_EPOCHS)
             self.assertEqual(result["steps"], _NUM_EPOCHS * len(expected))
 
-    # Not "file": Keras warns of every dataset that does not know its length, without a strategy, too.
+    # Not "file": Keras warns of every dataset of unknown length, also without a strategy.
     @parameterized.parameters("auto", "auto_33", "data_33", "from_function", "shuffled_arrays", "steps_per_epoch")
     def test_no_warning(self, name):
         self.assertEqual([result["warnings"] for result in self._results(name)], [[], []])

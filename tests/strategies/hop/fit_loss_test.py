@@ -1,4 +1,4 @@
-"""Ranks train on without one that was killed, where HopStrategy was told so."""
+"""Tests that ranks train on without a killed rank, if HopStrategy has that setting."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ _WORLD_SIZE = 4
 _BATCH_SIZE = 8
 _NUM_STEPS = 60
 _LOST = 2
-_LAST_STEP = 12  # Of the rank that is lost.
+_LAST_STEP = 12  # The last step of the lost rank.
 _SETTINGS = {
     "backup": {"num_backup_workers": 1},
     "staleness": {"max_staleness": 3},
@@ -92,7 +92,7 @@ class HopFitLossTest(tf.test.TestCase, parameterized.TestCase):
             results = runner.join()
         self.assertEqual(results[_LOST].exit_code, 1)
         self.assertRegex(results[_LOST].output, "PeerLostError: rank 2")
-        # Nobody has waited for it before: `synchronize` is the first to find that it is lost.
+        # No rank has waited for the victim before: `synchronize` is the first to find that it is lost.
         self._check_the_others(results, f"on rank {_LOST} at .* failed after .*silent for")
 
 

@@ -1,6 +1,6 @@
-"""Kinds of models, losses and precision under HopStrategy's `fit` in two processes, against plain Keras.
+"""Tests kinds of models, losses and precision under HopStrategy's `fit` in two processes, against plain Keras.
 
-The expected weights come from `_train`: models under no strategy at all, averaged by hand as Figure 7 has it.
+The expected weights come from `_train`: models without a strategy, averaged by hand as in Figure 7.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _sequential(input_layer, *layers):
 
 
 class Case:
-    """A model, what it is trained with, and what it is trained on: the same in `fit` and in the reference."""
+    """A model with its training settings and data, for `fit` and for the reference."""
 
     tolerance = 1e-5
     dtype_policy = "float32"
@@ -67,7 +67,7 @@ class Dropout(Case):
 
 
 class Embedding(Case):
-    """Its gradients are IndexedSlices; rows that are not in a batch are averaged all the same."""
+    """A model whose gradients are IndexedSlices. Rows that are not in a batch are averaged, too."""
 
     def build(self):
         return _sequential(keras.layers.Input((3,)), keras.layers.Embedding(10, 4), keras.layers.Flatten())
@@ -87,14 +87,14 @@ class Classification(Case):
 
 class MixedPrecision(Case):
     dtype_policy = "mixed_float16"
-    tolerance = 1e-3  # float16 has 11 bits, and a graph may round elsewhere than the reference does.
+    tolerance = 1e-3  # float16 has 11 bits, and a graph may round differently.
 
     def optimizer(self):
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
 
 
 class OneRankOverflows(Case):
-    """Rank 1's second batch makes its gradients infinite."""
+    """A case in which rank 1's second batch makes its gradients infinite."""
 
     def optimizer(self):
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
@@ -116,7 +116,7 @@ _CASES = {
 
 
 def _build(case):
-    """The model, with the same initial weights wherever it is built."""
+    """Returns the model, with the same initial weights on all ranks and in the reference."""
     keras.utils.set_random_seed(7)
     keras.mixed_precision.set_global_policy(case.dtype_policy)
     try:
@@ -129,9 +129,9 @@ def _build(case):
 
 
 def _train(case, *, exchange=True):
-    """Weights of both ranks by Figure 7: gradients at x_k, mean of the x_k, optimizer's step.
+    """Returns the weights of both ranks by Figure 7: gradients at x_k, mean of the x_k, optimizer's step.
 
-    Moving statistics are averaged as they were when the step began. Each rank has random numbers of its own.
+    Moving statistics are averaged with their values at the begin of the step. Each rank has its own random numbers.
     """
     models = [_build(case) for _ in range(_WORLD_SIZE)]
     optimizers = [case.optimizer() for _ in models]
@@ -165,7 +165,7 @@ def _gradients(case, model, optimizer, rank, step):
 
 
 def _numbers_of(rank):
-    """Draws of Keras's generators as rank `rank` makes them: their seeds have a constant of the rank added."""
+    """Lets Keras's generators draw as on rank `rank`, whose seeds have a constant of the rank added."""
     draw = keras.random.SeedGenerator.next
     constant = rank * 2654435761 % (2**31 - 2)
     return mock.patch.object(
@@ -175,7 +175,7 @@ def _numbers_of(rank):
     )
 
 
-# What runs in the processes.
+# In the processes.
 
 
 def _run(names):
@@ -220,13 +220,13 @@ class Gan(keras.Model):
         self.built = True
 
     def compile(self, generator_optimizer, discriminator_optimizer, **arguments):
-        """Other arguments are those of `keras.Model.compile`, whose optimizer need not be one of these."""
+        """Compiles. Other arguments are those of `keras.Model.compile`, whose optimizer may be a third one."""
         super().compile(**{"optimizer": discriminator_optimizer, **arguments})
         self.generator_optimizer = generator_optimizer
         self.discriminator_optimizer = discriminator_optimizer
 
     def gradients(self, x):
-        """The discriminator's and the generator's."""
+        """Returns the gradients of the discriminator and of the generator."""
         with tf.GradientTape(persistent=True) as tape:
             fake = self.discriminator(self.generator(x[:, :2]))
             discriminator_loss = tf.reduce_mean(fake) - tf.reduce_mean(self.discriminator(x))
@@ -246,7 +246,10 @@ class Gan(keras.Model):
 
 
 def _compiled_gan(built=True):
-    """Without `built` the first step builds the optimizers, and the model's own optimizer is none of them."""
+    """Returns a compiled GAN.
+
+    Without `built` the first step builds the optimizers, and the model's own optimizer is none of them.
+    """
     model = Gan()
     optimizers = keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.01)
     if not built:
@@ -275,7 +278,7 @@ def _fit_gan(strategy, built=True):
 
 
 def _train_gan(exchanged=("generator", "discriminator")):
-    """Both ranks' weights by Figure 7, where only the networks in `exchanged` are averaged."""
+    """Returns both ranks' weights by Figure 7 if only the networks in `exchanged` are averaged."""
     models = [_compiled_gan() for _ in range(_WORLD_SIZE)]
     half = _BATCH_SIZE // _WORLD_SIZE
     for start in range(0, _NUM_ROWS, _BATCH_SIZE):
@@ -314,7 +317,7 @@ class HopFitModelsTest(tf.test.TestCase, parameterized.TestCase):
         for rank, result in enumerate(self._results(name)):
             for got, want in zip(result["weights"], expected[rank], strict=True):
                 self.assertAllClose(got, want, rtol=case.tolerance, atol=case.tolerance)
-            # So that the comparison can fail.
+            # Makes sure that the comparison can fail.
             self.assertGreater(_largest_difference(expected[rank], without_exchange[rank]), 5 * case.tolerance)
 
     def test_synchronize_averages_moving_statistics_too(self):

@@ -1,7 +1,7 @@
-"""A rank that was killed and started again joins the others where they are.
+"""Tests that a rank that was killed and restarted joins the others at their present step.
 
-Which rank dies, when, and how soon it is started again are drawn: `HOP_TF_SCHEDULE_SEED` says from which seed.
-`make stress` sets it, and runs all cases.
+The rank, its last step, and the time until the restart are random: `HOP_TF_SCHEDULE_SEED` is the seed. `make stress`
+sets it, and runs all cases.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from hop_tf.tools.testing import MultiProcessRunner
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _BATCH_SIZE = 8
-_NUM_STEPS = 60  # In an epoch.
+_NUM_STEPS = 60  # Per epoch.
 _NUM_EPOCHS = 3
 _NUM_OUTLIERS = 5 * _BATCH_SIZE
 _MEETING = 70
@@ -36,14 +36,14 @@ _SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How a rank dies and comes back.
+    """The death and return of a rank.
 
     Attributes:
-      victim: The rank.
-      last_step: Its last step, in the first epoch.
-      restart_seconds: How much later it is started again.
-      host: A rank that waits for it.
-      mark: A file that says that it is there.
+      victim: The rank that dies.
+      last_step: The victim's last step, in the first epoch.
+      restart_seconds: Time from the kill to the restart.
+      host: A rank that waits for the victim.
+      mark: A file that the restarted victim makes.
     """
 
     victim: int
@@ -66,7 +66,7 @@ class _Plan:
 
 
 class _Progress(keras.callbacks.Callback):
-    """Records steps and losses; one rank waits at a step until another is back, however long that takes."""
+    """Records steps and losses. One rank waits at a step until the victim is back, however long that takes."""
 
     def __init__(self, rank, plan):
         super().__init__()
@@ -95,7 +95,7 @@ class _Progress(keras.callbacks.Callback):
 
 def _run(topology, settings, plan):
     os.environ["HOP_TF_STEP_SECONDS"] = "0.05"  # The restarted rank is back before the second epoch ends.
-    recorder._PERIOD_SECONDS = 0.05  # So that a rank that is killed early has written what it did.
+    recorder._PERIOD_SECONDS = 0.05  # So that a rank that is killed early has written its records.
     options = hop_tf.CommunicationOptions(timeout_seconds=20, log_dir=f"{plan['mark']}, logs")
     strategy = hop_tf.HopStrategy(topology=topology, communication_options=options, **settings)
     keras.utils.set_random_seed(strategy.rank)
@@ -106,7 +106,7 @@ def _run(topology, settings, plan):
         model.compile(keras.optimizers.Adam(schedule), "mse")
     x = np.random.default_rng(0).normal(size=(_BATCH_SIZE * _NUM_STEPS, 4)).astype("float32")
     y = x @ np.arange(4, dtype="float32")[:, None]
-    # Adam remembers the large gradients of its first steps for long.
+    # Adam's slots keep the large gradients of its first steps for long.
     y[:_NUM_OUTLIERS] *= 1000
     progress = _Progress(strategy.rank, _Plan(**plan))
     history = model.fit(
@@ -132,7 +132,7 @@ def _run(topology, settings, plan):
 
 class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
     def _values(self, name, topology, world_size, settings):
-        """What the ranks return, the restarted one first."""
+        """Runs the job; returns the ranks' results, that of the restarted one first."""
         plan = _Plan.draw(name, world_size, self.get_temp_dir())
         print(plan)
         arguments = (topology, settings, dataclasses.asdict(plan))
@@ -146,7 +146,7 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         return [values.pop(plan.victim), *values]
 
     def _check_records(self, plan, world_size):
-        """Both processes of the rank count, and say of the same session what they did."""
+        """Checks that the records contain both processes of the rank, in the same session."""
         job = read_job(f"{plan.mark}, logs")
         of_victim = [process.of_kind(Kind.COMPUTE) for process in job.processes if process.number == plan.victim]
         self.assertEqual([np.unique(events["session"]).tolist() for events in of_victim], [[1], [1]])
@@ -155,14 +155,14 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(list(diagnose(job).shares), names)
 
     def _check_steps(self, values):
-        """All have taken part in the average, and count their steps alike; one has made a part of them."""
+        """Checks that all ranks have averaged and count the same steps, of which the victim has made only a part."""
         for value in values:
             self.assertEqual(value["iterations"], _NUM_EPOCHS * _NUM_STEPS)
             for weights, of_first in zip(value["after"], values[0]["after"], strict=True):
                 self.assertAllEqual(weights, of_first)
         restarted, *others = values
         self.assertBetween(restarted["report"]["steps"], 20, _NUM_EPOCHS * _NUM_STEPS - 20)
-        # Callbacks hear of no step that was passed over, and of no end of an epoch with such steps.
+        # Callbacks are called neither for skipped steps, nor at the end of epochs with such steps.
         self.assertBetween(len(restarted["losses"]), restarted["report"]["steps"], _NUM_EPOCHS * _NUM_STEPS - 20)
         self.assertAllInSet(np.isfinite(restarted["losses"]), [True])
         self.assertEqual(restarted["ended_epochs"], np.flatnonzero(np.isfinite(restarted["history"])).tolist())
@@ -189,17 +189,17 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
         values = self._values(name, "ring", 4, _SETTINGS[name])
         self._check_steps(values)
         restarted, *others = values
-        # What is not trained is not as this process had drawn it.
+        # Weights that are not trained differ from those that this process had drawn.
         self.assertAllEqual(restarted["before"][0], others[0]["before"][0])
         for weights, of_other in zip(restarted["before"], others[0]["before"], strict=True):
             self.assertAllClose(weights, of_other, atol=0.2)
-        if "skip" not in _SETTINGS[name]:  # Else ranks may have passed over the first steps, which are the large ones.
-            for value in values:  # An optimizer that had begun by itself would know nothing of them.
+        if "skip" not in _SETTINGS[name]:  # Otherwise ranks may have skipped the large first steps.
+            for value in values:  # A new optimizer's slots would not contain them.
                 self.assertGreater(value["second_moment"].min(), 1000)
-        # The first epoch was missed, in part at least; so was the second one, unless this rank came before the others.
+        # The first epoch was missed, at least in part. So was the second one, unless this rank came before the others.
         missed = np.isnan(restarted["history"])
         self.assertTrue(missed[0])
-        if "skip" not in _SETTINGS[name]:  # Else it may jump past the last one, where the machine is busy.
+        if "skip" not in _SETTINGS[name]:  # Otherwise a rank may jump past the last step on a busy machine.
             self.assertFalse(missed[-1])
 
 

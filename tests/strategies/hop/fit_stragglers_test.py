@@ -1,6 +1,6 @@
-"""Hop's mechanisms against stragglers, the serial order and NOTIFY-ACK under `fit`, in three processes.
+"""Tests Hop's mechanisms against stragglers, the serial order and NOTIFY-ACK under `fit`, in three processes.
 
-What each of them computes, event by event, is tested in `hop_simulation_test`; here it runs in Keras's training graph.
+`simulation_test` tests each mechanism event by event. Here they run in Keras's training graph.
 """
 
 import functools
@@ -34,7 +34,7 @@ _STALENESS_AND_SKIP = {"max_staleness": 3, "skip": hop_tf.SkipIterations(max_jum
 _SGD = functools.partial(keras.optimizers.SGD, _LEARNING_RATE)
 _OPTIMIZERS = {"sgd": _SGD, "adamw": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1)}
 
-# How Keras runs the steps of which a straggler passes over some.
+# Ways in which Keras runs steps, some of which a straggler skips.
 _MODES = {
     "graph": {},
     "steps_per_execution": {"steps_per_execution": 5},
@@ -63,7 +63,7 @@ def _batches(rank):
 
 
 def _reference(order, make_optimizer):
-    """All ranks in step, in plain Keras: the weights after each step are averaged before the update, or behind it."""
+    """Returns the weights of synchronous ranks in plain Keras, averaged before or after each update."""
     models = [_model() for _ in range(_WORLD_SIZE)]
     optimizers = [make_optimizer() for _ in models]
     for batches in zip(*(_batches(rank) for rank in range(_WORLD_SIZE)), strict=True):
@@ -89,7 +89,7 @@ def _gradient(model, x, y):
     return tape.gradient(loss, model.trainable_variables)
 
 
-# What runs in the processes.
+# In the processes.
 
 
 def _strategy(settings):
@@ -111,7 +111,7 @@ def _run_in_step(settings, optimizers):
 
 
 def _run_backup():
-    """The weight after each epoch of constant gradients 1, 2 and 3, with a backup worker; one rank is slow."""
+    """Trains with a backup worker and a slow rank; returns the weight after each epoch. Gradients are 1, 2 and 3."""
     os.environ.update(HOP_TF_STEP_SECONDS="0.02", HOP_TF_SLOWDOWN=f"{_STRAGGLER}:12x")
     strategy = _strategy(_BACKUP)
     with strategy.scope():
@@ -201,14 +201,14 @@ class InStepTest(tf.test.TestCase, parameterized.TestCase):
 class BackupTest(tf.test.TestCase):
     @pytest.mark.stress
     def test_every_rank_learns_from_others(self):
-        """Each update of the weight is -0.1 times a mean of 1, 2 and 3, weighted somehow."""
+        """Each update of the weight is -0.1 times some weighted mean of 1, 2 and 3."""
         values = _join(_run_backup)
         least, most = -_LEARNING_RATE * 3 * _NUM_STEPS, -_LEARNING_RATE * 1 * _NUM_STEPS
         for weight, consensus, report in values:
             self.assertBetween(weight, least, most)
             self.assertAllClose(consensus, np.mean([weight for weight, _, _ in values]))
             self.assertEqual(report["steps"], _NUM_STEPS)
-        self.assertLess(values[0][0], most)  # Alone it would be there.
+        self.assertLess(values[0][0], most)  # The weight of a rank that trained alone.
         self.assertGreater(values[2][0], least)
         # Others have gone on without the slow rank's updates.
         self.assertGreater(sum(report["late_updates"] + report["withheld_updates"] for *_, report in values), 0)

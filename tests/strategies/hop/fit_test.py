@@ -1,7 +1,7 @@
-"""Optimizers and ways to call `fit` under HopStrategy in two processes, against plain Keras.
+"""Tests optimizers and ways to call `fit` under HopStrategy in two processes, against plain Keras.
 
-All run one after the other in the same two processes: so each is a further `fit` under one strategy, too. The
-expected weights come from `_reference`: two models under no strategy at all, averaged by hand as Figure 7 has it.
+All run one after the other in the same two processes, so each is also a further `fit` under one strategy. The
+expected weights come from `_reference`: two models without a strategy, averaged by hand as in Figure 7.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def _dense():
 
 
 def _local_batches(rank, num_rows):
-    """The batches that `rank` sees in one epoch without shuffling."""
+    """Returns the batches that `rank` sees in one epoch without shuffling."""
     x, y = _data()
     half = _BATCH_SIZE // _WORLD_SIZE
     for start in range(rank * half, num_rows, _BATCH_SIZE):
@@ -52,7 +52,7 @@ _OPTIMIZERS = {
 
 
 def _reference(make_optimizer, epochs=2, num_rows=_NUM_ROWS):
-    """Weights of both ranks, trained by Figure 7's rule: gradient at x_k, mean of the x_k, optimizer's step."""
+    """Returns the weights of both ranks by Figure 7's rule: gradient at x_k, mean of the x_k, optimizer's step."""
     models = [_dense() for _ in range(_WORLD_SIZE)]
     optimizers = [make_optimizer() for _ in models]
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -80,11 +80,11 @@ def _gradient(model, x, y):
     return tape.gradient(loss, model.trainable_variables)
 
 
-# What runs in the processes.
+# In the processes.
 
 
 def _run():
-    """The weights after each kind of training."""
+    """Returns the weights after each kind of training."""
     strategy = hop_tf.HopStrategy(
         topology="complete", communication_options=hop_tf.CommunicationOptions(timeout_seconds=60)
     )
@@ -141,7 +141,7 @@ def _custom_loop(strategy):
 
 
 def _custom_loop_over_an_iterator(strategy):
-    """The step takes its batch itself, and finds that there is none left."""
+    """Trains in a loop whose step takes its batch itself, until no batch is left."""
     with strategy.scope():
         model = _dense()
         optimizer = keras.optimizers.SGD(0.1)
@@ -172,7 +172,7 @@ _SAME_AS_SGD = {
 
 
 def _function_in_a_loop(strategy):
-    """The error."""
+    """Returns the error."""
     with strategy.scope():
         model = _dense()
         optimizer = keras.optimizers.SGD(0.1)
@@ -206,7 +206,7 @@ class HopFitTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(but=2)
     def test_optimizer_equals_figure_7(self, name):
         expected = _reference(_OPTIMIZERS[name])
-        # Ranks see different data: were nothing exchanged, or everything averaged at the end, this would differ.
+        # Ranks see different data. Without the exchange, or with one mean at the end, weights would differ.
         self.assertNotAllClose(expected[0][0], expected[1][0], atol=1e-4, rtol=0)
         self._check_weights(name, expected)
 

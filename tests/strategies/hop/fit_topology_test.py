@@ -1,4 +1,4 @@
-"""HopStrategy's `fit` in three processes, a chief and two workers, on a directed ring, against NumPy."""
+"""Tests HopStrategy's `fit` in three processes, a chief and two workers, on a directed ring, against NumPy."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def _data():
 
 
 def _batch(rank, step):
-    """The rows that `rank` sees in `step`."""
+    """Returns the rows that `rank` sees in `step`."""
     start = step * _BATCH_SIZE + rank * _ROWS_PER_RANK
     return tuple(array[start : start + _ROWS_PER_RANK].astype("float64") for array in _data())
 
@@ -45,7 +45,7 @@ def _linear_gradient(w, x, y):
 
 
 def _figure_7(w0, gradient, mixing_matrix):
-    """x_k+1,i = sum over j of W[j, i] x_k,j - eta g_i(x_k,i), all ranks in step."""
+    """Computes x_k+1,i = sum over j of W[j, i] x_k,j - eta g_i(x_k,i), with synchronous ranks."""
     w = np.tile(np.asarray(w0, "float64"), (_WORLD_SIZE, 1, 1))
     for step in range(_NUM_STEPS):
         gradients = np.stack([gradient(w[rank], *_batch(rank, step)) for rank in range(_WORLD_SIZE)])
@@ -59,7 +59,7 @@ def _mean_output(y_true, y_pred):
 
 
 def _make_rank_0_the_chief():
-    """Rewrites this process's TF_CONFIG: the first worker becomes the chief, the others are numbered anew."""
+    """Rewrites this process's TF_CONFIG: the first worker becomes the chief, and the others are renumbered."""
     config = json.loads(os.environ["TF_CONFIG"])
     (first, *others), rank = config["cluster"]["worker"], config["task"]["index"]
     task = {"type": "worker", "index": rank - 1} if rank else {"type": "chief", "index": 0}
@@ -80,7 +80,7 @@ def _run(max_iteration_gap):
 
 def _fit(strategy, loss):
     with strategy.scope():
-        keras.utils.set_random_seed(strategy.rank)  # Rank 0's initial values are everybody's.
+        keras.utils.set_random_seed(strategy.rank)  # All ranks begin with rank 0's initial values.
         model = keras.Sequential([keras.layers.Input((_NUM_FEATURES,)), keras.layers.Dense(1, use_bias=False)])
         model.compile(keras.optimizers.SGD(_LEARNING_RATE), loss)
     (initial,) = model.get_weights()

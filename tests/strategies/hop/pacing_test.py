@@ -1,4 +1,4 @@
-"""A rank joins between what another one waits for and what that one does then."""
+"""Tests of a rank that joins after another rank has waited, and before that rank acts."""
 
 import numpy as np
 import tensorflow as tf
@@ -23,7 +23,7 @@ _NEWCOMER = 1
 
 
 class _Membership:
-    """Of rank 0. Rank 1 is gone until it joins; what happens when a wait is over, a test says."""
+    """The membership of rank 0. Rank 1 is gone until it joins. Tests decide what happens when a wait is over."""
 
     rank = 0
     incarnation = 0
@@ -108,7 +108,7 @@ class WindowTest(tf.test.TestCase):
         self.assertEqual(exchange.iteration, 5)
 
     def test_a_neighbor_is_replaced_while_an_update_is_sent(self):
-        """The new process does not get the update: it has been told that it gets those of later iterations."""
+        """The new process does not get the update, because it was told that it gets those of later iterations."""
         membership = _Membership()
         membership.departed.clear()
         exchange = HopExchange(_context(membership), topology=_TOPOLOGY, settings=_SETTINGS)
@@ -119,7 +119,7 @@ class WindowTest(tf.test.TestCase):
         self.assertNotIn(2, membership.sent)
 
     def test_neighbors_join_together_in_a_long_session(self):
-        """The one that is still joining makes no room for the other, of which it knows no distance."""
+        """The neighbor that is still joining makes no room for the other, because it does not know the distance."""
         membership = _Membership()
         membership.joining = True
         exchange = HopExchange(_context(membership, Fifo), topology=_TOPOLOGY, settings=_SETTINGS)
@@ -132,7 +132,7 @@ class WindowTest(tf.test.TestCase):
 
 
 class ToldByUpdatesTest(tf.test.TestCase):
-    """Without tolerated stragglers, tokens of a neighbor in both directions come with its updates."""
+    """If no stragglers are tolerated, updates of a neighbor in both directions carry its tokens."""
 
     def _pacing(self, settings, topology=_TOPOLOGY):
         self.membership = _Membership()

@@ -1,4 +1,4 @@
-"""The settings of Hop: what goes together, and what is refused."""
+"""Tests of Hop's settings: valid combinations, and refused ones."""
 
 import networkx as nx
 import tensorflow as tf
@@ -62,7 +62,7 @@ class HopSettingsTest(tf.test.TestCase, parameterized.TestCase):
         {"skip": _SKIP_AT_5, "max_staleness": 1, "num_backup_workers": 1},
     )
     def test_takes_triggers_that_are_just_reached(self, **settings):
-        result = hop_tf.tools.simulate.hop(
+        result = hop_tf.simulate.hop(
             topology="ring",
             world_size=4,
             num_steps=30,

@@ -1,6 +1,6 @@
-"""Every mechanism of Hop against a reference, event by event, and the bounds of Table 1, in random schedules.
+"""Tests every mechanism of Hop against a reference, event by event, and the bounds of Table 1, in random schedules.
 
-`HOP_TF_NUM_SCHEDULES` says how many schedules are drawn, a quarter of them to compare with the reference.
+`HOP_TF_NUM_SCHEDULES` is the number of random schedules. A quarter of them is compared with the reference.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ _SIZES = (_LARGE, _LONG, _SMALL, _SMALL)
 
 
 def _settings(rng, topology):
-    """Any combination of mechanisms that goes together, and with the graph."""
+    """Returns a random combination of mechanisms that is valid for the graph."""
     max_ig = int(rng.integers(1, 7))
     staleness = int(rng.choice([0, 0, 1, 2, 5]))
     fewest = min(len(topology.in_neighbors(rank)) for rank in range(topology.world_size))
     backup = min(int(rng.choice([0, 0, 1, 2])), fewest)
-    if backup and rng.random() < 0.5:  # Each rank has its own number: at least one has some.
+    if backup and rng.random() < 0.5:  # Each rank has its own number. At least one number is positive.
         backup = [int(rng.integers(0, len(topology.in_neighbors(rank)) + 1)) for rank in range(topology.world_size)]
         backup[rng.integers(topology.world_size)] = fewest
     settings = {"max_iteration_gap": max_ig, "max_staleness": staleness, "num_backup_workers": backup}
@@ -50,7 +50,7 @@ def _settings(rng, topology):
 
 
 def _graph(rng, max_world_size):
-    """A random connected graph, or a regular directed one."""
+    """Returns a random connected graph, or a regular directed one."""
     world_size = int(rng.integers(2, max_world_size + 1))
     kind = rng.random()
     if kind < 0.15:
@@ -65,7 +65,7 @@ def _graph(rng, max_world_size):
 
 
 def _circulant(world_size, rng):
-    """Every rank sends to those at the same one to three distances, to the next one if only so all are connected."""
+    """Returns a graph in which ranks send over the same one to three distances, and 1 if needed to connect all."""
     distances = {int(d) for d in rng.integers(1, world_size, size=int(rng.integers(1, 4)))}
     if math.gcd(world_size, *distances) > 1:
         distances.add(1)
@@ -79,14 +79,14 @@ def _directed(world_size, distances):
 
 @dataclasses.dataclass
 class _Schedule:
-    """How long everything takes: random, some ranks and steps much slower than others."""
+    """Random times of computations and links. Some ranks and steps are much slower than others."""
 
     topology: hop_tf.Topology
     settings: dict
     num_steps: int
     durations: np.ndarray  # [n, num_steps], in the order in which a rank computes.
     links: np.ndarray  # [n, n]
-    changes: np.ndarray  # [n, num_steps, d]: what each rank learns, whatever its parameters are.
+    changes: np.ndarray  # [n, num_steps, d]: each rank's changes, which do not depend on its parameters.
 
     @classmethod
     def draw(cls, seed, max_world_size=10, max_steps=24, has_straggler=False):
@@ -102,14 +102,14 @@ class _Schedule:
         return cls(topology, _settings(rng, topology), shape[1], durations, links, changes)
 
     def simulate(self, seen=None):
-        """What hop_tf does. `seen[rank, step]` takes the parameters at the start of each iteration."""
+        """Simulates hop_tf. `seen[rank, step]` gets the parameters at the start of each iteration."""
 
         def change(rank, step, x):
             if seen is not None:
                 seen[rank, step] = x
             return self.changes[rank, step]
 
-        return hop_tf.tools.simulate.hop(
+        return hop_tf.simulate.hop(
             topology=self.topology,
             world_size=self.topology.world_size,
             num_steps=self.num_steps,
@@ -121,10 +121,10 @@ class _Schedule:
 
 
 class _Reference:
-    """Figures 7, 8, 9 and section 5, as coroutines of ranks that yield what they wait for. Float64, no queues.
+    """Figures 7, 8, 9 and section 5: ranks are coroutines that yield the conditions they wait for. Float64, no queues.
 
-    An event is the arrival of something at a rank, or the end of a rank's computation. When all events of a time have
-    happened, every rank goes on that can.
+    An event is the arrival of a message at a rank, or the end of a rank's computation. After all events of one time,
+    every rank goes on whose condition is true.
     """
 
     def __init__(self, schedule):
@@ -144,14 +144,14 @@ class _Reference:
         # All ranks also form a binary tree, in which they find out that all are there.
         tree = [{(i - 1) // 2, 2 * i + 1, 2 * i + 2} & set(range(self.n)) - {i} for i in range(self.n)]
         self.peers = [{*self.n_in[i], *self.n_out[i], *tree[i]} for i in range(self.n)]
-        # News of a rank's end are passed on by everybody to their peers, so they take the shortest way.
+        # Every rank passes news of a rank's end on to its peers, so news take the shortest path.
         links = [(i, j, schedule.links[i, j]) for i in range(self.n) for j in self.peers[i]]
         peers = nx.DiGraph()
         peers.add_weighted_edges_from(links)
         self.news_seconds = dict(nx.all_pairs_dijkstra_path_length(peers))
         self.starts = self._starts(schedule.links)
         self.now = 0.0
-        self.events = []  # (time, what happens then)
+        self.events = []  # (time, function to call)
         self.received = [[] for _ in range(self.n)]  # (sender, iteration, x), not used yet.
         self.newest = np.full((self.n, self.n), -1)  # [j, i]: iteration of the newest update of j that came to i.
         self.tokens = np.full((self.n, self.n), self.max_ig - 1)  # [j, i]: TokenQ(j -> i).size()
@@ -163,7 +163,7 @@ class _Reference:
         self.final = np.empty((self.n, _DIMENSION))
 
     def _starts(self, links):
-        """A rank is ready when its peers are; that goes up the tree to rank 0, and back down when all are."""
+        """Returns start times: readiness goes up the tree to rank 0, and back down when all ranks are ready."""
         ready = [max(links[j, i] for j in self.peers[i]) for i in range(self.n)]
         for child in reversed(range(1, self.n)):
             parent = (child - 1) // 2
@@ -212,7 +212,7 @@ class _Reference:
             self._at(self.now + self.news_seconds[i][j], lambda j=j: self.ended.__setitem__((i, j), True))
 
     def _iteration(self, i, k, num_entered, x, done):
-        """Returns the parameters of the next iteration, and how far away it is."""
+        """Returns the parameters of the next iteration, and its distance."""
         learned = self.schedule.changes[i, k]
         if self.serial:
             yield from self._until(done)
@@ -279,7 +279,7 @@ class _Reference:
         for sender, iteration, value in self.received[i]:
             if self.staleness:
                 if iteration >= k - self.staleness:
-                    used[sender] = (iteration, value)  # The newest: they come in order.
+                    used[sender] = (iteration, value)  # The newest one, because they come in order.
             elif iteration == k:
                 used[sender] = (iteration, value)
             elif iteration > k:
@@ -294,7 +294,7 @@ class _Reference:
             weights[i] = self.staleness + 1
         elif self.num_backup[i]:  # Figure 8, line 13.
             weights = dict.fromkeys([*used, i], 1)
-        else:  # The mixing matrix; the rank itself stands in for those that have ended.
+        else:  # The mixing matrix. The rank itself replaces those that have ended.
             weights = {j: self.w[j, i] for j in used}
             weights[i] = 1 - sum(weights.values())
         total = sum(weights.values())
@@ -328,7 +328,7 @@ class ReferenceTest(tf.test.TestCase):
             num_jumps += sum(each["jumps"] for each in result.counters)
             num_late += sum(each["late_updates"] for each in result.counters)
             num_withheld += sum(each["withheld_updates"] for each in result.counters)
-        # Or the schedules would not test what they are to test.
+        # Otherwise the schedules would not test the mechanisms.
         self.assertGreater(min(num_jumps, num_late, num_withheld), num_schedules // 4)
 
 
@@ -346,7 +346,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
                 num_in = np.array([len(schedule.topology.in_neighbors(i)) for i in range(len(result.most_updates))])
                 limit = (1 + schedule.settings["max_iteration_gap"]) * num_in
                 self.assertLessEqual((result.most_updates - limit).max(), 0)
-        self.assertGreater(num_reached, _NUM_SCHEDULES)  # Or the bounds would say nothing of these schedules.
+        self.assertGreater(num_reached, _NUM_SCHEDULES)  # Otherwise the bounds would be too loose.
 
     # The bounds are tight, so that the test above can fail: the first rank of a path is slow.
     @parameterized.named_parameters(
@@ -355,11 +355,11 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
         ("staleness_with_tokens", {"max_staleness": 2, "max_iteration_gap": 3}, [0, 3, 6, 9]),
         ("backup", {"num_backup_workers": 1, "max_iteration_gap": 4}, [0, 4, 8, 12]),
         ("hybrid", {"num_backup_workers": 1, "max_staleness": 2, "max_iteration_gap": 4}, [0, 4, 8, 12]),
-        # Not quite reached: rank 2 cannot send its update of iteration 2, as rank 1 has not used the one before.
+        # Not quite reached: rank 2 cannot send its update of iteration 2, because rank 1 has not used the previous one.
         ("notify_ack", {"synchronization": "notify_ack"}, [0, 1, 2, 2]),
     )
     def test_gaps_of_table_1_are_reached(self, settings, expected):
-        result = hop_tf.tools.simulate.hop(
+        result = hop_tf.simulate.hop(
             topology=nx.path_graph(4),
             world_size=4,
             num_steps=20,
@@ -369,9 +369,9 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(result.largest_gap[:, 0], expected)
 
     def test_the_bound_of_memory_is_reached(self):
-        """The first rank is slow; its neighbors' updates of five iterations wait for it, and it does for none."""
+        """The first rank is slow. Its neighbors' updates of five iterations wait there, and the rank waits for none."""
         for faults in ((), [Fault(0, 45.0, 100.0)]):  # Started again when the others have ended, it gets none.
-            result = hop_tf.tools.simulate.hop(
+            result = hop_tf.simulate.hop(
                 topology="complete",
                 world_size=3,
                 num_steps=40,
@@ -383,8 +383,8 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(result.most_updates[0], (1 + 4) * 2)
 
     def test_who_jumps_in_a_directed_graph_stays_where_in_neighbors_are(self):
-        """Its out-neighbors are further ahead of it than its in-neighbors, who wait for it, can get."""
-        result = hop_tf.tools.simulate.hop(
+        """The rank's out-neighbors are further ahead than its in-neighbors can get, because these wait for the rank."""
+        result = hop_tf.simulate.hop(
             topology=_directed(8, (1, 3)),
             world_size=8,
             num_steps=40,
@@ -399,7 +399,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_notify_ack_holds_the_sender_back(self):
         """On a directed ring 0 -> 1 -> 2 -> 0, rank 0 gets 2 ahead of a slow rank 1 (section 3.3)."""
-        result = hop_tf.tools.simulate.hop(
+        result = hop_tf.simulate.hop(
             topology=nx.DiGraph([(0, 1), (1, 2), (2, 0)]),
             world_size=3,
             num_steps=10,
@@ -410,7 +410,7 @@ class BoundsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class FrozenTest(tf.test.TestCase, parameterized.TestCase):
-    """Rank 1 stands still for ten seconds, in which the others make a hundred steps."""
+    """Rank 1 stands still for ten seconds. Meanwhile the others make a hundred steps."""
 
     def _job(self, topology, world_size, num_steps=200, freezes=((1, 3.03, 10.0),), durations=None, **settings):
         def change(rank, step, x):
@@ -440,7 +440,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         ("ring", 4, {"max_staleness": 4, "skip": hop_tf.SkipIterations()}),
     )
     def test_the_others_do_not_wait(self, topology, world_size, settings):
-        """Its tokens are owed, and it goes on where they are; it makes no step that it has missed."""
+        """The frozen rank owes its tokens. It continues at the others' step, and skips the steps that it has missed."""
         result = self._job(topology, world_size, **settings).run()
         others = [rank for rank in range(world_size) if rank != 1]
         self.assertAllLess(result.finished_seconds[others], 20.0 + 0.05 * 10.0)
@@ -452,7 +452,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllLessEqual(result.most_updates, (1 + 8 + 1) * (world_size - 1))
 
     def test_what_is_sent_to_a_silent_rank_gives_way(self):
-        """Updates and tokens: one of each waits, however long it is silent."""
+        """Newer updates and tokens replace older ones: one of each waits, however long the rank is silent."""
         job = self._job("ring", 4, num_backup_workers=1)
         sends = []
         for rank in (0, 2):
@@ -469,14 +469,14 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         self.assertTrue(all(sends))
 
     def test_who_needs_all_updates_is_waited_for(self):
-        """Rank 1 has no backup workers: what it has missed could not give way to newer updates."""
+        """Rank 1 has no backup workers, so newer updates could not replace those that it has missed."""
         result = self._job("ring", 4, num_backup_workers=[1, 0, 1, 1]).run()
         self.assertAllGreater(result.finished_seconds, 29.0)
         self.assertEqual(sum(counters["missed_iterations"] for counters in result.counters), 0)
 
     @pytest.mark.slow
     def test_random_schedules(self):
-        """Several ranks freeze at the same time, and again: all train to the end, in bounded memory."""
+        """Several ranks freeze, also at the same time and repeatedly: all train to the end, in bounded memory."""
         num_missed = 0
         for seed in range(_NUM_SCHEDULES):
             schedule = _Schedule.draw([8, seed], **_SMALL)
@@ -503,7 +503,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class WorthTest(tf.test.TestCase, parameterized.TestCase):
-    """What the mechanisms are worth: speed over standard, 16 ranks, max_iteration_gap 8."""
+    """Tests the speedup of the mechanisms over the standard, with 16 ranks and max_iteration_gap 8."""
 
     _SETTINGS = (
         {"num_backup_workers": 1},
@@ -533,21 +533,21 @@ class WorthTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(self._speed("ring_based", compute, settings), 1 / 1.15)
 
     def _speed(self, topology, compute, settings):
-        result = hop_tf.tools.simulate.hop(topology=topology, world_size=16, num_steps=80, compute=compute, **settings)
+        result = hop_tf.simulate.hop(topology=topology, world_size=16, num_steps=80, compute=compute, **settings)
         return result.iterations_per_second.mean()
 
     @pytest.mark.slow
     def test_hundreds_of_ranks(self):
-        result = hop_tf.tools.simulate.hop(
+        result = hop_tf.simulate.hop(
             topology="ring_based", world_size=120, num_steps=5, compute=lambda rank: iter([1.0 + (rank == 9)] * 5)
         )
-        # Who is two steps away from the slow rank notices it two steps later.
+        # A rank at distance two from the slow rank notices it two steps later.
         self.assertEqual(result.finished_seconds[9], 10.0)
         self.assertEqual(result.finished_seconds[40], 5.0)
 
 
 def _table_1(schedule):
-    """Upper bounds of Iter(i) - Iter(j), array [n, n]."""
+    """Returns the upper bounds of Iter(i) - Iter(j), array [n, n]."""
     settings, topology = schedule.settings, schedule.topology
     lengths = np.zeros((topology.world_size, topology.world_size))  # [a, b]: length(Path_a->b)
     for a, to in nx.all_pairs_shortest_path_length(topology.to_networkx()):
@@ -555,13 +555,13 @@ def _table_1(schedule):
             lengths[a, b] = length
     backward = (2 if settings.get("synchronization") == "notify_ack" else settings["max_iteration_gap"]) * lengths
     if settings["num_backup_workers"]:
-        return backward  # Nobody waits for all of its in-neighbors.
+        return backward  # No rank waits for all of its in-neighbors.
     return np.minimum((settings["max_staleness"] + 1) * lengths.T, backward)
 
 
 def _simulate(**arguments):
     defaults = {"topology": "ring", "world_size": 4, "num_steps": 3, "compute": lambda rank: iter([1.0] * 3)}
-    return hop_tf.tools.simulate.hop(**{**defaults, **arguments})
+    return hop_tf.simulate.hop(**{**defaults, **arguments})
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):

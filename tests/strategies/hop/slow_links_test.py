@@ -1,6 +1,6 @@
-"""A slow link, or a frozen neighbor, where Hop tolerates stragglers: the others need not wait for it.
+"""Tests of a slow link, or a frozen neighbor, if Hop tolerates stragglers: the others need not wait for it.
 
-With models of real sizes in processes: `make stress`.
+`make stress` runs models of real sizes in processes.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import hop_tf
 from hop_tf.tools.testing import MultiProcessRunner
 
 _STEP_SECONDS = 0.1
-_HEADER_BYTES = 24  # What is longer is an update.
+_HEADER_BYTES = 24  # Longer messages are updates.
 _TOLERANT = {
     "backup": {"num_backup_workers": 1},
     "hybrid": {"num_backup_workers": 1, "max_staleness": 4},
@@ -26,12 +26,12 @@ _TOLERANT = {
 
 
 def _run(update_seconds, num_steps=100, **settings):
-    """The link from rank 0 to rank 1 is busy for that long with an update; all others are fast."""
+    """Runs a job in which an update keeps the link from rank 0 to rank 1 busy for `update_seconds`."""
 
     def sending_seconds(sender, receiver, num_bytes):
         return update_seconds if (sender, receiver) == (0, 1) and num_bytes > _HEADER_BYTES else 0.0
 
-    return hop_tf.tools.simulate.hop(
+    return hop_tf.simulate.hop(
         topology="ring_based",
         world_size=8,
         num_steps=num_steps,
@@ -50,7 +50,7 @@ class SlowLinkTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(0.2, 0.5)
     def test_what_was_not_begun_to_be_sent_gives_way(self, update_seconds):
-        """The link carries what it can, and the rest is counted: an update waits no longer than one is sent."""
+        """The link carries as many updates as it can. An update waits only while another is sent, or gives way."""
         num_steps = 100
         result = _run(update_seconds, num_steps, num_backup_workers=1)
         withheld = [counters["withheld_updates"] for counters in result.counters]
@@ -69,7 +69,7 @@ _VICTIM = 3
 _FROZEN_SECONDS = 20.0
 _NUM_INPUTS, _NUM_UNITS = 3000, 10000  # 30 million parameters.
 _UPDATE_BYTES = 4 * _NUM_INPUTS * _NUM_UNITS
-# By what docs/strategies/hop.md says: to each neighbor, one update that is being sent, and one that waits.
+# The limit in docs/strategies/hop.md: to each neighbor, one update that is being sent, and one that waits.
 _UPDATES_FOR_ONE = 2
 
 
@@ -97,7 +97,7 @@ def _train(num_steps):
 
 
 def _moments(output):
-    """When each step had been made, and the most memory until then."""
+    """Returns for each step the time at which it was made, and the largest memory until then."""
     lines = [line.split() for line in output.splitlines() if line.startswith("step ")]
     return np.array([[float(line[3]), float(line[4])] for line in lines])
 

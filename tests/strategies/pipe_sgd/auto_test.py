@@ -1,4 +1,4 @@
-"""Pipe-SGD that chooses its settings: changes in the middle of a training, and programs that allow none."""
+"""Tests of Pipe-SGD that chooses its settings: changes during a training, and programs that allow none."""
 
 import contextlib
 import io
@@ -27,7 +27,7 @@ _OPTIMIZERS = {
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0),
 }
 _NUM_STEPS, _BATCH_SIZE = 24, 12
-# K of each step: several changes, some of them right after each other, and at the end of an epoch.
+# K of each step: several changes, some in successive steps, and at the end of an epoch.
 _WIDTHS = [1, 1, 2, 2, 2, 1, 2, 1, 1, 2, 2, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 1, 1, 2]
 
 
@@ -67,7 +67,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_change_of_width_loses_no_gradient(self, optimizer, arguments):
         def run(strategy):
             widths, weights = [], []
-            for _ in range(2):  # The second `fit` begins with the width that the first one ends with.
+            for _ in range(2):  # The second `fit` begins with the last width of the first.
                 record = keras.callbacks.LambdaCallback(
                     on_train_batch_end=lambda batch, logs: widths.append(strategy.training.groups[0].exchange.width)
                 )
@@ -97,7 +97,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         with scripted_choices(lambda step: Setting(0, 2 if 4 <= step < 8 else 1)):
             first, second = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
         are_equal = [np.array_equal(*pair) for pair in zip(first, second, strict=True)]
-        # Step 7 has chosen K = 1. All ranks have its mean for sure when step 8 has ended.
+        # Step 7 has chosen K = 1. When step 8 has ended, all ranks surely have that mean.
         self.assertEqual(are_equal, [step < 4 or step > 8 for step in range(len(first))])
 
     @parameterized.parameters(1, 3)
@@ -143,7 +143,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
 
 class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     def test_what_is_told_keeps_the_settings(self):
-        """The call that is printed makes a strategy with the codec that was given."""
+        """The printed call makes a strategy with the given codec."""
         codec = codecs.TopK(ratio=0.2, error_feedback=True)
         for given, told in ((codec, repr(codec)), ("int8", "'int8'"), (None, "None")):
             strategy = hop_tf.PipeSGDStrategy(codec=given)
@@ -173,7 +173,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             train_with_late_determinism(cluster, 2, lambda strategy: _fit_in(strategy, "momentum"))
 
     def test_ranks_with_one_setting_to_choose_from(self):
-        """Two ranks have one algorithm. The times of all steps are heard all the same."""
+        """Two ranks have only one algorithm, but still measure the times of all steps."""
 
         def run(strategy):
             return _fit_in(strategy, "momentum", epochs=4).get_weights()
@@ -196,7 +196,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             return [model.get_weights() for model in models]
 
         expected = _fit("momentum", epochs=3).get_weights()
-        widths = [1, 1, 2, 2, 1, 2, 2, 1, 1, 1, 1, 1, 2]  # The last choice of a `fit` comes too late for it.
+        widths = [1, 1, 2, 2, 1, 2, 2, 1, 1, 1, 1, 1, 2]  # The last choice of a `fit` comes too late for that `fit`.
         with scripted_choices(lambda step: Setting(0, widths[step % 12 or 12])):
             results = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
         for of_models in results:
@@ -205,10 +205,10 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
-    """Programs that a wide pipe cannot follow train with K = 1, and without an error."""
+    """Tests that programs that a wide pipe cannot follow train with K = 1, without an error."""
 
     def _check_stays_narrow(self, run, skipped=0):
-        """Ranks hear so, but for some first steps."""
+        """Checks that ranks report a narrow pipe, except in the first `skipped` steps."""
         with scripted_choices(lambda step: Setting(0, 1)), mock.patch.object(Autotuner, "own", _noting(seen := {})):
             InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
         for of_rank in seen.values():
@@ -252,7 +252,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
         InProcessCluster(2, _strategy(), timeout_seconds=120).run(run)
 
     def test_callbacks_that_assign_weights(self):
-        """Each step, on all ranks, as a program does that keeps weights within bounds."""
+        """Callbacks assign in each step, on all ranks, as a program that bounds weights."""
 
         class Clips(keras.callbacks.Callback):
             def on_train_batch_end(self, batch, logs=None):

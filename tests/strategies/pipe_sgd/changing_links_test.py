@@ -1,4 +1,4 @@
-"""Pipe-SGD that chooses its settings, from the first step to the last, over links that change: on a virtual clock."""
+"""Tests of Pipe-SGD that chooses its settings in a whole training over changing links, on a virtual clock."""
 
 import functools
 import hashlib
@@ -34,17 +34,17 @@ _SLOW_FROM, _SLOW_UNTIL, _NUM_STEPS = 200, 400, 600
 
 
 class _Rank:
-    """What `fit` and the graph do around a rank's exchange: it computes for some time, and waits for means.
+    """A rank that calls an exchange as `fit` and the graph do: it computes for some time, and waits for means.
 
     Args:
-      world: Where it trains.
-      rank: Its rank.
+      world: The world in which the rank trains.
+      rank: The number of the rank.
 
     Attributes:
-      told: The step of each choice, with what was chosen.
-      settings: By step, the setting that was chosen for the next one.
+      told: The step of each choice, with the chosen setting.
+      settings: By step, the setting that was chosen for the next step.
       widths: By step, K of the graph.
-      digests: By step, that of the mean.
+      digests: By step, the digest of the mean.
     """
 
     def __init__(self, world, rank):
@@ -92,7 +92,7 @@ class _Rank:
         self.told.append((len(self.digests), way, width))
 
     def _change_graph(self, step):
-        """As the strategy does before each step of `fit`."""
+        """Changes the width of the graph as the strategy does before each step of `fit`."""
         strategy = types.SimpleNamespace(finish_training=lambda group: self._wait_for(group.step))
         group = types.SimpleNamespace(step=step, exchange=self._exchange)
         hop_tf.PipeSGDStrategy.change_graph(strategy, group)
@@ -109,7 +109,7 @@ class _Rank:
             self._membership.monitor.notify_all()
 
     def gradient(self, step):
-        """This rank's gradient of a step."""
+        """Returns this rank's gradient of a step."""
         return self._kernel * (1 + step % 5)
 
     def _buckets(self, step):
@@ -121,7 +121,7 @@ class _Rank:
         return tuple(buckets)
 
     def _wait_for(self, num_steps):
-        """Waits until the means of so many steps have come."""
+        """Waits until the means of `num_steps` steps have come."""
         self._wait(lambda: len(self.digests) >= num_steps)
 
     def _wait(self, condition):
@@ -144,13 +144,13 @@ class _World:
         return self
 
     def begin_step(self, rank, step):
-        """Links change when the first rank is that far."""
+        """Changes the links when the first rank begins the step of the change."""
         is_slow = _SLOW_FROM <= step < _SLOW_UNTIL
         if rank == 0:
             self._links.bytes_per_second[:] = _BYTES_PER_SECOND / (_SLOWER if is_slow else 1)
 
     def check_mean(self, step, mean):
-        """It is that of all ranks, but for what a codec loses."""
+        """Checks that the mean is that of all ranks, except for losses of a codec."""
         expected = np.mean([rank.gradient(step) for rank in self.ranks], axis=0)
         np.testing.assert_allclose(mean, expected.ravel(), atol=0.03 * np.abs(expected).max())
 

@@ -1,4 +1,4 @@
-"""Pipe-SGD between processes: over real sockets, with another rank's settings, and with a rank that is killed."""
+"""Tests of Pipe-SGD between processes: over real sockets, with different settings, and with a killed rank."""
 
 import json
 import os
@@ -43,7 +43,7 @@ class _KillRank1(keras.callbacks.Callback):
 
 
 def _run(settings, kill_at=None, data_planes=("tcp",)):
-    """Weights after each step that was made, and what ended `fit`."""
+    """Trains; returns the weights after each step, and the error of `fit`."""
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     data_plane = data_planes[rank % len(data_planes)]
     options = hop_tf.CommunicationOptions(timeout_seconds=60 if kill_at is None else 20, data_plane=data_plane)
@@ -72,12 +72,12 @@ def _run(settings, kill_at=None, data_planes=("tcp",)):
 
 
 def _average(size, fault_at, fault):
-    """Checksums of the means that were returned, what ended it, and how many connections were broken.
+    """Averages vectors; returns checksums of the means, the error, and the number of broken connections.
 
     Args:
       size: Length of the vectors.
-      fault_at: Step and chunk; in each step that is one of its multiples.
-      fault: What happens to rank 1, which has sent a part of the step's then: "dies", or "loses its connections".
+      fault_at: Step and chunk of the fault. The fault happens in each multiple of the step.
+      fault: "dies" or "loses its connections": the fault of rank 1, which has sent a part of the step's chunks by then.
     """
     rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
     send = all_reduce.Operation.send
@@ -107,7 +107,7 @@ def _average(size, fault_at, fault):
 
 
 def _break_connections(strategy):
-    """Those that bring messages; returns how many there were."""
+    """Breaks the connections that bring messages; returns their number."""
     servers = strategy.training.worker._transport._sockets
     connections = [each for server in servers for each in tuple(server._connections)]
     for connection in connections:
@@ -116,18 +116,18 @@ def _break_connections(strategy):
 
 
 def _checksums(size, num_steps):
-    """Of the means of four ranks."""
+    """Returns the checksums of the means over four ranks."""
     sums = (sum(_values(rank, step, size) for rank in range(4)) for step in range(num_steps))
     return [zlib.crc32((total / np.float32(4)).tobytes()) for total in sums]
 
 
 def _values(rank, step, size):
-    """Whole numbers: sums, and means over four ranks, are exact in whatever order."""
+    """Returns whole numbers whose sums, and means over four ranks, are exact in any order."""
     return np.random.default_rng([rank, step]).integers(-1000, 1000, size).astype(np.float32)
 
 
 class _WaitsInBackward(keras.layers.Layer):
-    """Its gradient comes when the first segment of the step has reached the communication thread."""
+    """A layer whose gradient comes when the step's first segment has reached the communication thread."""
 
     def __init__(self, wait):
         super().__init__()
@@ -146,7 +146,7 @@ class _WaitsInBackward(keras.layers.Layer):
 
 
 def _run_segments():
-    """Whether, in each step, the last layer's gradient was handed out before the first layer's was computed."""
+    """Trains; returns for each step True if the last layer's gradient left before the first layer's was computed."""
     handed_out, in_time = threading.Event(), []
 
     def wait(gradient):
@@ -176,7 +176,7 @@ def _run_segments():
 
 
 def _expected(width):
-    """Weights after each step, in NumPy: ranks have equal shares, so the mean is the gradient of the whole batch."""
+    """Returns the weights after each step, in NumPy. With equal shares, the mean is the whole batch's gradient."""
     x, y = (array.astype(np.float64) for array in _data())
     w, gradients, history = np.zeros((4, 1)), [], []
     for step in range(_NUM_STEPS):
@@ -191,7 +191,7 @@ def _expected(width):
 class PipeSGDProcessesTest(tf.test.TestCase):
     @pytest.mark.slow
     def test_trains(self):
-        """Whatever way their arrays take."""
+        """Ranks train over any data plane."""
         arguments = ([{}], None, ("tcp", "grpc"))
         with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values
@@ -202,7 +202,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
 
     @pytest.mark.stress
     def test_a_killed_rank_is_an_error_on_all_others(self):
-        """All that they had made of weights until then is right."""
+        """The others' weights of all steps until then are right."""
         arguments = ([{"codec": "truncate16"}], 9)
         with MultiProcessRunner(_run, num_workers=3, args=arguments, timeout_seconds=120) as runner:
             results = runner.join()
@@ -218,7 +218,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
 
     @pytest.mark.stress
     def test_a_rank_is_killed_in_the_middle_of_an_all_reduce(self):
-        """Sockets hold parts of messages then. Nobody gets a wrong mean, and all get an error."""
+        """Sockets hold parts of messages then. No rank gets a wrong mean, and all get an error."""
         size, fault_at = 6 << 20, (3, 2)
         with MultiProcessRunner(_average, num_workers=4, args=(size, fault_at, "dies"), timeout_seconds=120) as runner:
             results = runner.join()
@@ -231,7 +231,7 @@ class PipeSGDProcessesTest(tf.test.TestCase):
 
     @pytest.mark.stress
     def test_connections_break_in_the_middle_of_an_all_reduce(self):
-        """What was on its way is sent again, and counted once."""
+        """Messages in flight are sent again, and count once."""
         arguments = (6 << 20, (1, 2), "loses its connections")
         with MultiProcessRunner(_average, num_workers=4, args=arguments, timeout_seconds=120) as runner:
             values = runner.join().raise_for_errors().values

@@ -1,4 +1,4 @@
-"""Pipe-SGD whose ranks compute at a replay of their own gradients: against NumPy, from `hop_tf.runtime.replay`."""
+"""Tests of Pipe-SGD with a replay of a rank's own gradients, from `hop_tf.runtime.replay`, against NumPy."""
 
 import dataclasses
 from unittest import mock
@@ -21,7 +21,7 @@ _BATCH_SIZE = 30
 _NUM_ROWS = 150
 _STEPS_PER_EPOCH = _NUM_ROWS // _BATCH_SIZE
 _RATE = 0.1
-_EPSILON = 1e-2  # Adam's own one makes as much of a rounding as of a gradient.
+_EPSILON = 1e-2  # With Adam's default, rounding errors have as much effect as gradients.
 
 
 def _cluster(world_size, **settings):
@@ -37,7 +37,7 @@ def _cluster(world_size, **settings):
 
 
 def _problem():
-    """Inputs, targets and initial weights: enough of these for several blocks of int8 on every rank."""
+    """Returns inputs, targets and initial weights. Weights fill several blocks of int8 on every rank."""
     random = np.random.default_rng(0)
     x = random.normal(size=(_NUM_ROWS, 3)).astype(np.float32)
     y = (x @ random.normal(size=(3, 900)) + random.normal(size=(_NUM_ROWS, 900))).astype(np.float32)
@@ -59,24 +59,24 @@ _OPTIMIZERS = {
 
 
 def _oldest(first, step, width):
-    """The first step that is under way when `step` begins, in an epoch that has begun with step `first`."""
+    """Returns the first step that is in flight when `step` begins, in an epoch that has begun with step `first`."""
     return max(first, step - (width - 1))
 
 
 def _oldest_eagerly(first, step, width):
-    """The same where the step 0 is synchronous."""
+    """Returns the same if step 0 is synchronous."""
     return max(first, min(step, 1), step - (width - 1))
 
 
 def _replay(world_size, width, update, num_epochs, mean=plain_mean, state=None):
-    """For each rank, what it computes with after each step; and what is merged after each epoch."""
+    """Returns the weights with which each rank computes after each step, and the merged weights after each epoch."""
     x, y, _ = _problem()
-    merged = [state or State.of(_problem()[2])]  # After so many means.
+    merged = [state or State.of(_problem()[2])]  # By number of means.
     own = [[] for _ in range(world_size)]
     computed, ends = [[] for _ in range(world_size)], []
 
     def at(rank, step, oldest):
-        """What is merged before step `oldest`, and this rank's gradients from then to before `step`."""
+        """Returns the weights merged before step `oldest`, updated by this rank's gradients from then to `step`."""
         state = merged[oldest]
         for g in own[rank][oldest:step]:
             state = update(state, g)
@@ -116,7 +116,7 @@ def _fit(model, epochs=2, callbacks=(), **arguments):
 
 
 def _train(strategy, name, epochs=2, **compile_args):
-    """Weights after each step and each epoch, and all that the optimizer knows in the end."""
+    """Trains; returns weights after each step and each epoch, and the final variables of the optimizer."""
     model = _model(strategy, _OPTIMIZERS[name][0], **compile_args)
     computed, ends = [], []
     record = keras.callbacks.LambdaCallback(
@@ -137,14 +137,14 @@ def _small_data():
 
 
 def _linear_gradients(num_steps):
-    """Each step's mean over all ranks, of a kernel whose product with the inputs is added to the predictions."""
+    """Returns each step's mean gradient, of a kernel whose product with the inputs is added to the predictions."""
     x, y = _small_data()
     steps = [slice(step % 4 * 8, step % 4 * 8 + 8) for step in range(num_steps)]
     return [x[rows].T @ y[rows] / 8 for rows in steps]
 
 
 def _applied(optimizer, gradients):
-    """What Keras's own optimizer makes of ones."""
+    """Returns ones after Keras's own optimizer has applied the gradients."""
     variable = keras.Variable(np.ones((6, 2), np.float32))
     for gradient in gradients:
         optimizer.apply([tf.constant(gradient)], [variable])
@@ -182,7 +182,7 @@ def _nonneg():
     )
 
 
-# Those whose updates have something of their own.
+# Optimizers with special updates.
 _LINEAR = {
     "nadam": lambda: keras.optimizers.Nadam(0.01),
     "muon": lambda: keras.optimizers.Muon(0.01, weight_decay=0.1, adam_weight_decay=0.1),
@@ -220,7 +220,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(optimizer=("momentum", "adam"), width=(2, 3, 4))
     def test_what_is_kept(self, optimizer, width):
-        """A copy of weights and slots, and with the one that is on its way K - 1 gradients."""
+        """A replay keeps a copy of weights and slots, and K - 1 gradients, including the one in flight."""
         created = []
 
         def record(next_creator, **kwargs):
@@ -244,7 +244,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, codec, reference):
-        """A value at the border of two codes may fall to either side: the first steps are alike but for these."""
+        """The first steps are equal, except for values at the border of two codes, which may get either code."""
         results = _cluster(3, pipeline_width=3, codec=codec).run(lambda strategy: _train(strategy, "momentum"))
         update = _OPTIMIZERS["momentum"][1]
         computed, ends = _replay(3, 3, update, 2, mesh_mean(reference))
@@ -268,13 +268,13 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     def eager_ends(self, name):
-        """As the reference's, but for the first step of the session."""
+        """Returns the reference's weights at the ends of epochs, with a synchronous first step of the session."""
         with mock.patch(f"{__name__}._oldest", _oldest_eagerly):
             return [state.w for state in _replay(2, 2, _OPTIMIZERS[name][1], 2)[1]]
 
     @parameterized.parameters(False, True)
     def test_small_variables_that_are_updated_together(self, eagerly):
-        """As if the optimizer updated each by itself."""
+        """Results are as if the optimizer updated each variable separately."""
 
         def make_optimizer():
             optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=_EPSILON)
@@ -302,7 +302,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(width=(2, 3), eagerly=(False, True), name=sorted({*_LINEAR} - {"accumulation"}))
     @pytest.mark.stress
     def test_optimizers(self, name, eagerly, width):
-        """Where gradients are known beforehand a replay makes what synchronous training does."""
+        """If gradients do not depend on weights, training with a replay equals synchronous training."""
 
         def run(strategy):
             model = _linear_fit(strategy, _LINEAR[name], run_eagerly=eagerly)
@@ -318,7 +318,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((1, 3), (5, 2))
     @pytest.mark.stress
     def test_gradient_accumulation(self, repeats, epochs):
-        """Epochs end between two updates: what is merged there is not complete, and no batch counts twice."""
+        """Epochs end between two updates. The accumulated gradients there are incomplete, and no batch counts twice."""
 
         def run(strategy):
             model = _linear_fit(strategy, _LINEAR["accumulation"], epochs=epochs, repeats=repeats)
@@ -343,7 +343,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(None, "rmsprop")
     @pytest.mark.stress(after=1)
     def test_optimizers_of_the_models_own(self, unused_optimizer):
-        """They are SGD and Adam, and built by their first update."""
+        """The optimizers are SGD and Adam. Their first update builds them."""
 
         def make_optimizers():
             return [keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.01)]
@@ -424,7 +424,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_callbacks_and_validation_see_what_is_merged(self):
-        """And what callbacks assign between two epochs counts, of slots, too."""
+        """Values that callbacks assign between two epochs count, also those of slots."""
 
         def run(strategy):
             seen = []
@@ -454,7 +454,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_second_fit_and_a_rank_that_ends_early(self):
-        """`synchronize` makes weights, slots and numbers of steps alike again."""
+        """`synchronize` makes weights, slots and numbers of steps equal again."""
 
         def run(strategy):
             model = _model(strategy, lambda: keras.optimizers.Adam(_RATE))
@@ -469,7 +469,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(mine, last)
 
     def test_a_fit_that_fails_leaves_what_is_merged(self):
-        """An exception on all ranks after three steps: two of their means were merged."""
+        """All ranks raise after three steps. Two of the means were merged by then."""
 
         def run(strategy):
             def fail(batch, logs):
@@ -489,7 +489,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(False, True)
     @pytest.mark.stress(after=1)
     def test_custom_loop(self, eagerly):
-        """`synchronize` merges what is under way, and the loop goes on."""
+        """`synchronize` merges gradients in flight, and the loop goes on."""
 
         def run(strategy):
             with strategy.scope():

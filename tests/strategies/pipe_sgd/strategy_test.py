@@ -1,6 +1,6 @@
-"""Pipe-SGD under `fit` against NumPy and Keras references of Algorithm 1, with ranks in one process.
+"""Tests of Pipe-SGD under `fit` against NumPy and Keras references of Algorithm 1, with ranks in one process.
 
-See `replay_test.py` for what ranks compute with by default.
+`replay_test.py` tests the default compensation.
 """
 
 import functools
@@ -39,7 +39,7 @@ _LEARNING_RATE = 0.1
 
 @functools.cache
 def _problem():
-    """Inputs, targets and initial weights: enough of these for several blocks of int8 on every rank."""
+    """Returns inputs, targets and initial weights. Weights fill several blocks of int8 on every rank."""
     random = np.random.default_rng(0)
     x = random.normal(size=(240, 3)).astype(np.float32)
     y = (x @ random.normal(size=(3, 900)) + random.normal(size=(240, 900))).astype(np.float32)
@@ -52,7 +52,7 @@ def _gradient(x, y, w):
 
 
 def _algorithm_1(world_size, width, warmup_steps, num_epochs, mean=plain_mean):
-    """Weights after each step."""
+    """Returns the weights after each step of Algorithm 1."""
     x, y, w = _problem()
     w = w.astype(np.float64)
     means, history = [], []
@@ -70,7 +70,7 @@ def _algorithm_1(world_size, width, warmup_steps, num_epochs, mean=plain_mean):
 
 
 def _train_least_squares(strategy, num_epochs=2):
-    """Weights after each step, and the report."""
+    """Trains; returns the weights after each step, and the report."""
     x, y, w = _problem()
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(900, use_bias=False)])
@@ -124,7 +124,7 @@ def _loss_gradient(model, x, y):
 
 
 def _delayed_keras(name, num_epochs=2):
-    """Two ranks with K = 2 written out for Keras's own optimizers, each of which sees the mean of the step before."""
+    """Trains two ranks with K = 2 by hand. Each of Keras's own optimizers gets the mean of the previous step."""
     x, y = _small_data()
     model = _small_model()
     optimizer = _OPTIMIZERS[name]()
@@ -185,7 +185,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
     @pytest.mark.stress
     def test_equals_algorithm_1_with_codec(self, codec, reference):
-        """The mean passes through a NumPy codec, too. A value at the border of two codes may fall to either side."""
+        """The mean passes through a NumPy codec, too. A value at the border of two codes may get either code."""
         results = _cluster(3, codec=codec).run(_train_least_squares)
         expected = _algorithm_1(3, 2, 0, 2, mesh_mean(reference))
         without = _algorithm_1(3, 2, 0, 2)
@@ -211,7 +211,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(results[0][0][-1], _algorithm_1(3, 2, 0, 2)[-1], atol=0.1)
 
     def test_world_of_one(self):
-        """Trains as Keras does without a strategy."""
+        """A single rank trains as Keras without a strategy."""
         ((history, report),) = _cluster(1).run(_train_least_squares)
         self.assertAllClose(history, _algorithm_1(1, 1, 0, 2), rtol=1e-5, atol=1e-5)
         self.assertEqual(report["steps"], 16)
@@ -267,7 +267,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_warmup_is_not_repeated(self):
-        """The first `fit` is shorter than the warm-up; the second one begins with an empty pipe all the same."""
+        """The first `fit` is shorter than the warm-up. The second one still begins with an empty pipe."""
 
         def run(strategy):
             model = _compiled(strategy)
@@ -290,7 +290,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_ranks_that_ended_unequally_go_on_alike(self):
-        """Whatever of the warm-up a rank has made: the next `fit` has none."""
+        """The next `fit` has no warm-up, however many warm-up steps a rank has made."""
 
         def run(strategy):
             model = _compiled(strategy)
@@ -340,7 +340,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_fit_after_one_that_ended_early_on_a_rank(self, optimizer):
-        """Slots and numbers of steps are made alike: updates would differ by them for good."""
+        """Slots and numbers of steps are made equal. Otherwise updates would differ for good."""
 
         def run(strategy):
             model = _compiled(strategy, optimizer=optimizer)
@@ -357,7 +357,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_one_rank_ends_early_with_means_under_way(self, width, compensation):
-        """Its last gradients count on all ranks; the others go on without it."""
+        """The rank's last gradients count on all ranks. The others go on without that rank."""
         num_steps = 3
 
         def run(strategy):
@@ -380,7 +380,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_moving_statistics(self):
-        """They are averaged, exactly whatever the codec, and follow the data of all ranks."""
+        """Moving statistics are averaged, exactly with any codec, and follow the data of all ranks."""
 
         def build():
             return keras.Sequential(
@@ -396,7 +396,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(statistics[0], self._moving_means(4), rtol=1e-5, atol=1e-5)
 
     def _moving_means(self, width):
-        """What both ranks add to theirs is averaged, and known width - 1 steps later."""
+        """Returns the expected moving means: the ranks' changes are averaged, and known width - 1 steps later."""
         x, _ = _small_data()
         means, changes = np.zeros((2, 6)), []
         for step in range(16):
@@ -411,7 +411,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_moving_statistics_with_gradient_accumulation(self):
-        """They follow the data of steps without an update, too."""
+        """Moving statistics also follow the data of steps without an update."""
 
         def build():
             return keras.Sequential(
@@ -454,7 +454,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("float16", 0.01), ("float32", 1e-5))
     @pytest.mark.stress
     def test_loss_scale_with_an_unused_variable(self, dtype, tolerance):
-        """The optimizer is given None for its gradient."""
+        """The optimizer gets None for the gradient of that variable."""
 
         def build():
             return keras.Sequential(
@@ -481,7 +481,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("mesh", "ring")
     @pytest.mark.stress(after=1)
     def test_a_thread_that_fails_in_an_all_reduce_ends_the_job(self, algorithm):
-        """Rank 1 has sent a mean to one of the others only: these must not go on with different weights."""
+        """Rank 1 has sent a mean to only one of the others. These must not go on with different weights."""
         send, num_sent = all_reduce.Operation.send, []
 
         def fail_once(operation, rank, turn, chunk, data, lane=None):
@@ -501,7 +501,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("float64", 1e-12), ("bfloat16", 0.05))
     @pytest.mark.stress
     def test_other_types(self, dtype, tolerance):
-        """Codecs leave float64 alone; bfloat16 they take."""
+        """Codecs encode bfloat16, and send float64 as it is."""
 
         def build():
             return keras.Sequential(

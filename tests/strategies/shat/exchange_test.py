@@ -1,4 +1,4 @@
-"""Workers and servers of SHAT without training: threads over a network that breaks, and a virtual clock."""
+"""Tests of SHAT's workers and servers without training: threads over a network that breaks, and a virtual clock."""
 
 import collections
 import dataclasses
@@ -33,7 +33,7 @@ from shat_threads import GROUP, NUM_VALUES, RATE, SETTINGS, ShatThreads, ShatWor
 
 
 class _Lossy(InProcessTransport):
-    """Loses some messages that matter, and repeats others: what no transport of ours does."""
+    """A transport that loses some messages and repeats others, unlike any transport of hop_tf."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class _Lossy(InProcessTransport):
 
 
 class _ConnectionResets:
-    """Cuts connections between workers and servers now and then, each for a moment."""
+    """Cuts connections between workers and servers now and then, for a moment each."""
 
     def __init__(self, threads, num_workers, num_servers):
         self._network = threads.network
@@ -77,7 +77,7 @@ class _ConnectionResets:
 
 
 def _train(threads, num_pushes):
-    """All workers push as many random integers; returns their sums, each weighted with its rate."""
+    """Lets all workers push random integers; returns their sums, each weighted with its rate."""
     values = np.random.default_rng(0).integers(-8, 9, (len(threads.workers), num_pushes))
 
     def body(rank, worker):
@@ -109,7 +109,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(150, 3400)
     @pytest.mark.stress(after=1)
     def test_messages_that_are_lost_or_repeated(self, num_pushes):
-        """Each push is asked for, sent again and dropped where it is there, as it happens, and applied once."""
+        """A push may be asked for, sent again, and dropped as a duplicate, but is applied once."""
         num_workers, num_servers = 3, 2
         counts = collections.Counter()
         push = ServedGroup.push
@@ -123,7 +123,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
 
         with (
             mock.patch.object(shat_servers, "_RETRY_SECONDS", 0.01),
-            mock.patch.object(waiting, "_LIVENESS_PERIOD_SECONDS", 0.01),  # How soon a retry is seen to be due.
+            mock.patch.object(waiting, "_LIVENESS_PERIOD_SECONDS", 0.01),  # The interval at which due retries are seen.
             mock.patch.object(ServedGroup, "push", counted),
             ShatThreads(num_workers, num_servers, _Lossy) as threads,
         ):
@@ -179,7 +179,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             ShatWorker(membership, dataclasses.replace(SETTINGS, sharding="layer"), make)
 
     def test_a_group_that_is_made_keeps_no_push_waiting(self):
-        """Rank 1's second group is made until rank 0 has been answered in the first one."""
+        """The creation of rank 1's second group lasts until rank 0 has got an answer in the first one."""
         answered = threading.Event()
 
         def make(configure, pool):
@@ -211,7 +211,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
         with ShatThreads(2, 2) as threads:
             second = threads.workers[1]
             for worker in threads.workers:
-                worker.optimizer.iterations.assign(100)  # As when a model is loaded that was trained before.
+                worker.optimizer.iterations.assign(100)  # As after loading a trained model.
             _train_and_join_again(threads)
             self.assertAllEqual(second.variable, np.full(NUM_VALUES, 1.0 - 10 * RATE))
             self.assertEqual(int(second.optimizer.iterations), 105)
@@ -221,7 +221,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(16, 32, 1 << 20)
     @pytest.mark.stress(but=2)
     def test_who_joins_takes_the_server_s_slots(self, piece_values):
-        """With those of its own first step, and the servers' count of steps, Adam's would be 3 times too long."""
+        """With its own new slots, and the servers' count of steps, Adam's steps would be 3 times too long."""
         self.enterContext(mock.patch.object(sharding, "_MAX_PIECE_VALUES", piece_values))
         settings = [SETTINGS] * 2
         with ShatThreads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(RATE)) as threads:
@@ -234,7 +234,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(first.optimizer._momentums[0], second.optimizer._momentums[0])
 
     def test_slots_of_a_worker_that_joins_begin_anew_where_steps_are_pushed(self):
-        """With the servers' count of steps, Adam would take them for complete; a schedule goes on."""
+        """With the servers' count of steps, Adam would take new slots for complete. A schedule goes on."""
         settings = [dataclasses.replace(SETTINGS, pushes="steps")] * 2
         schedule = keras.optimizers.schedules.PolynomialDecay(1.0, 10, end_learning_rate=0.0)
         with ShatThreads(2, 2, settings=settings, make_optimizer=lambda: keras.optimizers.Adam(schedule)) as threads:
@@ -247,7 +247,7 @@ class ConfigureTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _train_and_join_again(threads):
-    """Two workers push five gradients of 1 each; then the second one is started again, and joins."""
+    """Lets two workers push five gradients of 1 each, then restarts the second worker, which joins."""
 
     def body(rank, worker):
         worker.exchange.state.configure(joins=False)
@@ -261,7 +261,7 @@ def _train_and_join_again(threads):
 
 
 class _Clock(ThreadMonitor):
-    """Waiting takes no time, but the clock goes on; `on_tick(seconds)` is called when it has."""
+    """A clock that goes on without delay when a thread waits. Then it calls `on_tick(seconds)`."""
 
     def __init__(self, on_tick):
         super().__init__()
@@ -278,7 +278,7 @@ class _Clock(ThreadMonitor):
 
 class RetryTest(tf.test.TestCase):
     def test_slow_answers_are_not_asked_for_again_and_again(self):
-        """They take 100 s. Before the worker asks again it waits for 10, 20, 40 and 80 s, and then for long enough."""
+        """Answers take 100 s. The worker waits 10, 20, 40 and 80 s before it asks again, and then long enough."""
         asked_at, pushed_at = [], []
 
         def send(server, queue, header, payload, **kwargs):
@@ -303,7 +303,7 @@ class RetryTest(tf.test.TestCase):
         self.assertEqual(pushed_at, [100.0 * step for step in range(5)])
 
     def test_an_older_push_that_was_missing_says_nothing_about_this_one(self):
-        """Asked twice, a server tells twice that it lacks a push; the second time comes when the next was sent."""
+        """A server that is asked twice reports a missing push twice. The second report comes after the next push."""
         num_sent = 0
 
         def send(*args, **kwargs):
@@ -328,7 +328,7 @@ class RetryTest(tf.test.TestCase):
 
 
 class SessionsTest(tf.test.TestCase):
-    """What a server makes of workers that leave, come late, or are all started again."""
+    """Tests of a server with workers that leave, come late, or are all restarted."""
 
     def setUp(self):
         super().setUp()
@@ -336,7 +336,7 @@ class SessionsTest(tf.test.TestCase):
         self.enterContext(mock.patch("shat_threads.OPTIONS", options))
 
     def _leave(self, threads, rank, session):
-        """The server hears that `rank` leaves."""
+        """Lets `rank` leave, and waits until the server has heard of it."""
         membership = threads.workers[rank].exchange._membership
         membership.session = session
         membership.leave(sent_rounds={}, reason="")
@@ -358,7 +358,7 @@ class SessionsTest(tf.test.TestCase):
             self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 3 * RATE))
 
     def test_who_leaves_the_next_session_while_others_are_in_this_one(self):
-        """As where its second `fit` is interrupted at once: others are answered, and do not wait for it then."""
+        """As if its second `fit` were interrupted at once: others get answers, and do not wait for that rank."""
         settings = dataclasses.replace(SETTINGS, consistency="bsp")
         with ShatThreads(2, 1, settings=[settings] * 2) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
@@ -376,7 +376,7 @@ class SessionsTest(tf.test.TestCase):
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             self._pulls_when(threads, 2, lambda: self._offer(first, 5.0))
             self.assertAllEqual(second.variable, np.full(NUM_VALUES, 5.0))
-            # It may offer first, or be lost, before or after others have asked.
+            # The rank may first offer its model, or be lost, before or after others have asked.
             self._begin_session(threads, 3)
             self._offer(first, 7.0)
             second.exchange.state.pull(after_offers=True)
@@ -398,7 +398,7 @@ class SessionsTest(tf.test.TestCase):
         announce_offers(worker.exchange._membership)
 
     def _pulls_when(self, threads, session, act):
-        """The second worker pulls; `act()` when all servers know that, and none has answered."""
+        """Lets the second worker pull, and calls `act()` when all servers know that, before any has answered."""
         self._begin_session(threads, session)
 
         def body(rank, worker):
@@ -411,7 +411,7 @@ class SessionsTest(tf.test.TestCase):
         threads.run(body)
 
     def test_a_push_that_the_next_session_overtakes_is_dropped(self):
-        """The server has found that it is of the running session; that one ends before the group has the push."""
+        """The server has accepted the push for the running session, which ends before the group gets the push."""
         with ShatThreads(1, 1) as threads:
             (server,), (worker,) = threads.servers, threads.workers
             worker.exchange.state.configure(joins=False)
@@ -462,7 +462,7 @@ class SessionsTest(tf.test.TestCase):
             workers[0].push(0, 1.0)
             self._start_again(server, workers)
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
-            self.assertEqual([int(worker.optimizer.iterations) for worker in workers], [1, 1])  # Of the servers' steps.
+            self.assertEqual([int(worker.optimizer.iterations) for worker in workers], [1, 1])  # The servers' steps.
             model, _ = workers[1].push(0, 1.0)
             self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - 2 * RATE))
 
@@ -478,7 +478,7 @@ class SessionsTest(tf.test.TestCase):
             self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - RATE))
 
     def test_who_is_started_again_with_another_model_is_told(self):
-        """Nobody would give the servers that one's values."""
+        """No worker would give the servers the values of that model."""
         with ShatThreads(2, 1) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
             threads.workers[0].push(0, 1.0)
@@ -554,10 +554,10 @@ def _comes_true(condition):
 
 
 class RestartedServerTest(tf.test.TestCase):
-    """Until a worker's first push is answered, it has all that a server needs to begin again."""
+    """Until its first push is answered, a worker has all that a server needs to begin again."""
 
     def _restart(self, threads, index):
-        """A server forgets everything; returns which workers go on."""
+        """Restarts a server without its state; returns for each worker if it goes on."""
         server = threads.servers[index]
         with server._lock:
             server._groups.clear()
@@ -573,7 +573,7 @@ class RestartedServerTest(tf.test.TestCase):
             def body(rank, worker):
                 if rank == 0:
                     worker.variable.assign(np.full(NUM_VALUES, 3.0, np.float32))
-                    # The other one waits for this rank's model; then it has pushed, and this one is about to.
+                    # The other worker waits for this rank's model. Later it has pushed, and this one is about to.
                     self.assertTrue(_comes_true(lambda: _waiting(servers[0])))
                     self.assertEqual(self._restart(threads, 0), [True, True])
                     self.assertTrue(_comes_true(lambda: _waiting(servers[0])))
@@ -601,7 +601,7 @@ class RestartedServerTest(tf.test.TestCase):
             self.assertAllEqual(model, np.full(NUM_VALUES, 1.0 - RATE, np.float32))
 
     def test_does_not_wait_to_be_told_again_that_rank_0_has_begun(self):
-        """The process that it has told is gone; rank 1 has not begun yet, and asks the new one."""
+        """The process that rank 0 has told is gone. Rank 1 has not begun yet, and asks the new one."""
         options = CommunicationOptions(timeout_seconds=30, progress_timeout_seconds=10)
         with ShatThreads(2, 1, options=options) as threads:
             threads.run(lambda rank, worker: worker.exchange.state.configure(joins=False))
@@ -623,7 +623,7 @@ class RestartedServerTest(tf.test.TestCase):
             self.assertAllEqual(threads.workers[1].variable, np.ones(NUM_VALUES))
 
     def test_another_one_is_initialized_again_that_was_restarted_meanwhile(self):
-        """While the first one is configured: the request that is under way is repeated to both."""
+        """The other server restarts while the first is configured. The request in flight is repeated to both."""
         with ShatThreads(1, 2) as threads:
             (worker,) = threads.workers
             worker.exchange.state.configure(joins=False)
@@ -723,10 +723,10 @@ class LostTest(tf.test.TestCase):
 
 
 class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
-    """On a virtual clock whatever workers do is the same each time."""
+    """Tests on a virtual clock, on which runs are reproducible."""
 
     def _run(self, num_workers, num_steps, settings, seconds_of, link_seconds=None):
-        """Each push's (time of its answer, rank, step, weight)."""
+        """Runs workers; returns (time of the answer, rank, step, weight) for each push."""
         cluster = VirtualCluster(num_workers, link_seconds, num_servers=1)
         ParameterServer(transport=cluster.servers[0], num_workers=num_workers)
         answers = []
@@ -743,7 +743,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         return answers
 
     def test_the_weight_tells_how_far_behind_a_worker_is(self):
-        """Rank 0 takes 10 times as long: with n = 4, c is 30 for it, and 2 or 3 for the others (Equation 4)."""
+        """Rank 0 takes 10 times as long: with n = 4, its c is 30, and that of the others 2 or 3 (Equation 4)."""
         answers = self._run(4, 12, SETTINGS, lambda rank, step: 10.0 if rank == 0 else 1.0 + 0.001 * rank)
         slow = [weight for _, rank, step, weight in answers if rank == 0 and step == 0]
         self.assertAllClose(slow, [1 - 4 / 27 / np.log(4)], atol=0.05)
@@ -751,7 +751,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLessEqual(fast, {0.0, round(1 - 4 / 3 / np.log(4), 6)})
 
     def test_rank_0_ends_before_a_slow_worker_has_the_model(self):
-        """The servers have it."""
+        """The slow worker gets the model from the servers."""
         cluster = VirtualCluster(2, lambda a, b, n: 20.0 if (a, b) == (2, 1) else 0.1, num_servers=1, limit_seconds=100)
         ParameterServer(transport=cluster.servers[0], num_workers=2)
         models = {}
@@ -779,7 +779,7 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         num_answered = np.zeros(3, int)
         for _, rank, step, _ in sorted(answers):
             num_answered[rank] = step + 1
-            # The slowest worker's push was applied, but its answer may be under way.
+            # The slowest worker's push was applied, but its answer may be in flight.
             self.assertLessEqual(num_answered[rank] - num_answered.min(), staleness + 1)
 
 

@@ -1,4 +1,4 @@
-"""The memory of a parameter server, in vectors of its model."""
+"""Tests of the memory of a parameter server, in vectors of its model."""
 
 import ctypes
 import gc
@@ -22,14 +22,14 @@ from hop_tf.tools.testing import MultiProcessRunner
 from hop_tf.transport.base import Message
 
 _NUM_WORKERS = 3
-# Small layers: what an update needs for a moment is a part of a vector.
+# Small layers, so that temporary arrays of an update are small parts of a vector.
 _NUM_LAYERS, _NUM_VALUES = 40, 10_400_000
 _MOMENTUM = 0.5
 _M_MMAP_THRESHOLD = -3  # Of malloc.h.
 
 
 class _Wire:
-    """A transport whose messages arrive when the test says so, and stay on their way as long as it wants."""
+    """A transport whose messages arrive, and stay in flight, as the test decides."""
 
     def __init__(self):
         self.pool = BufferPool()
@@ -44,14 +44,14 @@ class _Wire:
         self.under_way.append((header, payload))
 
     def receive(self, parts):
-        """Bytes as they come from a socket."""
+        """Delivers bytes as they come from a socket."""
         arrays = payloads.join(parts)
         payload = self.pool.take(sum(array.nbytes for array in arrays))
         np.concatenate(arrays, out=payload)
         return payload
 
     def receive_ones(self, packing):
-        """A gradient; zeros that nobody has written to take no memory."""
+        """Delivers a gradient of ones, because zeros that were never written take no memory."""
         payload = self.receive(packing.zeros())
         for part in payloads.split(payload):
             part.view(np.float32)[:] = 1
@@ -62,7 +62,7 @@ class _Wire:
 
 
 def _push_and_pull(num_values, num_rounds):
-    """All workers of a group push at the same time, then pull; returns the first weight that each is told."""
+    """Lets all workers push at the same time, then pull; returns the first weight in each answer."""
     net = _Wire()
     ParameterServer(transport=net, num_workers=_NUM_WORKERS, pool=net.pool)
     packing = Packing([TensorSpec(str(i), (num_values // _NUM_LAYERS,), tf.float32) for i in range(_NUM_LAYERS)])
@@ -102,16 +102,16 @@ def _first_state(packing):
 
 
 def _resident_bytes(field):
-    """Those of this process: now (VmRSS), or at most (VmHWM). `getrusage` may tell those of the parent."""
+    """Returns this process's resident bytes: now (VmRSS), or the peak (VmHWM). `getrusage` may return the parent's."""
     with open("/proc/self/status") as file:
         return 1024 * int(re.search(rf"^{field}:\s+(\d+) kB$", file.read(), re.MULTILINE)[1])
 
 
 def _growth():
-    """By how many vectors the process grows at most, and what workers are told at the end."""
+    """Returns the number of vectors by which the process grows at most, and the final answers to workers."""
     # What a layer needs goes back to the system at once: else each of TensorFlow's threads has a heap that keeps it.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 18)
-    _push_and_pull(16 * _NUM_LAYERS, 3)  # Code and threads are there.
+    _push_and_pull(16 * _NUM_LAYERS, 3)  # Loads code and starts threads.
     gc.collect()
     before = _resident_bytes("VmRSS")
     told = _push_and_pull(_NUM_VALUES, 4)

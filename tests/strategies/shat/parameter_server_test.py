@@ -1,4 +1,4 @@
-"""What a parameter server makes of pushes, without anything in between: optimizers, Algorithm 1, consistency, files."""
+"""Tests of a parameter server without a transport: optimizers, Algorithm 1, consistency, files."""
 
 import errno
 import gc
@@ -141,7 +141,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(sorted(_OPTIMIZERS))
     @pytest.mark.stress(but=11)
     def test_gradients_are_not_written_to(self, name):
-        """Others may have them, too: what is aligned is not copied, and no part of the bucket is cut out of it."""
+        """Others may hold the same arrays, because aligned gradients that are a whole bucket are not copied."""
         packing, pool = Packing([TensorSpec("w", (4096,), tf.float32)]), BufferPool()
         shard = Shard(packing, serialized_for_server(_OPTIMIZERS[name]()), [True])
         gradient = pool.take(4 * 4096).view(np.float32)
@@ -164,7 +164,7 @@ class ShardTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(array, values[key])
 
     def test_leaves_gpus_to_workers(self):
-        """All operations are placed on the processor; but to read variables, which are there, and to return results."""
+        """All operations are on the processor, except reading variables, which are there, and returning results."""
         packing, elsewhere = _packing(), ("Placeholder", "NoOp", "ReadVariableOp", "Identity")
         ((_, shard),) = _shards(packing, _OPTIMIZERS["average"](), 1)
         devices = {op.device for op in shard._apply.graph.get_operations() if op.type not in elsewhere}
@@ -203,7 +203,7 @@ def _push(sequence, value, is_applied=True, rate=1.0):
 
 class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
     def test_counts_as_algorithm_1(self):
-        """Lines 11 to 24, and the state right after each push."""
+        """Checks lines 11 to 24, and the state right after each push."""
         num_workers, generator = 5, np.random.default_rng(1)
         group, c, sequences, total = _group("async", num_workers), np.zeros(5, int), np.zeros(5, int), 0.0
         for i in generator.integers(num_workers, size=200):
@@ -272,7 +272,7 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(staleness=(0, 1, 4), seed=(0, 1, 2))
     @pytest.mark.stress(but=6)
     def test_bounded_staleness_under_random_delays(self, staleness, seed):
-        """Who is answered is at most so many pushes ahead; who is not, is held by a slower one; nobody starves."""
+        """A worker is answered if and only if it is at most `staleness` pushes ahead of the slowest. None starves."""
         num_workers, num_steps, generator = 4, 25, np.random.default_rng(seed)
         group = _group("ssp", num_workers, max_staleness=staleness)
         pushed, free = np.zeros(num_workers, int), set(range(num_workers))
@@ -317,12 +317,12 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(push(1, 2, 6.0), 7.0)
         group.remove(0, is_lost=True)
         self.assertEqual(push(1, 3, 6.0), 6.0)
-        group.remove(1, is_lost=True)  # Nobody is left: as for a snapshot, or for who is started again.
+        group.remove(1, is_lost=True)  # No worker is left: the state remains for a snapshot, or a restarted worker.
         self.assertAllEqual(group.state(with_slots=False).buckets[1][:2], [6.0, 6.0])
 
 
 class ToldStateTest(tf.test.TestCase):
-    """Workers that ask for the state at the same time share it; the model of Nadam has a slot that is a scalar."""
+    """Workers that ask for the state at the same time share one copy. Nadam has a slot that is a scalar."""
 
     def setUp(self):
         super().setUp()
@@ -339,13 +339,13 @@ class ToldStateTest(tf.test.TestCase):
     def test_is_the_same_while_a_message_holds_it(self):
         messages = [payloads.join(self._group.state(with_slots=True).to_parts()) for _ in range(3)]
         places = [{part.ctypes.data for part in message if part.nbytes == 64} for message in messages]
-        self.assertLen(places[0], 4)  # The model, what is carried, and two slots.
+        self.assertLen(places[0], 4)  # The model, non-trainable state, and two slots.
         self.assertLen(set.union(*places), 4)
 
     def test_is_another_one_when_something_has_changed(self):
         told = [self._group.state(with_slots=True)]
         for change in (
-            lambda: self._push(0, 1),  # It waits for the other one: the mean of what is carried changes.
+            lambda: self._push(0, 1),  # It waits for the other worker, because the mean of non-trainable state changes.
             lambda: self._push(1, 1),
             lambda: self._group.remove(1, is_lost=True),
             lambda: self._group.begin_session([0, 1], 2),
@@ -459,7 +459,7 @@ class SnapshotsTest(tf.test.TestCase):
         snapshots.read("g", b"", self._packing)
         group.push(0, _push(1, 1.0))
         snapshots.write("g", group)
-        for name in ("fsync", "replace"):  # Not all is in the file; all is, under its first name.
+        for name in ("fsync", "replace"):  # The file is incomplete; or complete, under its temporary name.
             group.push(0, _push(group.num_pushes + 1, 1.0))
             with mock.patch.object(snapshots_module.os, name, side_effect=KeyError), self.assertRaises(KeyError):
                 snapshots.write("g", group, final=True)
@@ -483,7 +483,7 @@ class SnapshotsTest(tf.test.TestCase):
         self.assertIn(f"{reason}. Training goes on; the one after 1 pushes stays.", logs.output[0])
         self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, 1)
         os.remove(filler)
-        self.assertEqual(os.listdir(self._directory), ["ps_2_g"])  # The room of the unfinished one is free again.
+        self.assertEqual(os.listdir(self._directory), ["ps_2_g"])  # The unfinished file is gone.
         snapshots.write("g", group, final=True)
         self.assertEqual(snapshots.failures("g"), (1, ""))
         self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, 2)
@@ -506,7 +506,7 @@ class SnapshotsTest(tf.test.TestCase):
 
     def test_a_directory_that_cannot_be_written_to_is_an_error_at_once(self):
         with self.assertLogs("absl", "ERROR") as logs:
-            snapshots = Snapshots(hop_tf.SnapshotOptions(directory="/proc"), 0)  # Not even root can.
+            snapshots = Snapshots(hop_tf.SnapshotOptions(directory="/proc"), 0)  # Not even root can write there.
         self.assertIn("cannot write snapshots to /proc: ", logs.output[0])
         with self.assertRaisesRegex(HopError, "cannot write snapshots to /proc: "):
             snapshots.read("g", b"", self._packing)

@@ -1,4 +1,4 @@
-"""SHAT between processes: servers that end by themselves, killed workers and servers, and what is left of them."""
+"""Tests of SHAT between processes: servers that end by themselves, and killed workers and servers."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ _NUM_EPOCHS = 3
 _RATE = 0.01
 _STEP_SECONDS = 0.02
 _TIMEOUT_SECONDS = 20
-# Where something is to be found missing; and until all have said so, also on a busy machine: still half of the default.
+# Timeout for tests of losses; and limit until all have reported them, also on a busy machine: half of the default.
 _IMPATIENT_SECONDS = 4
 _CONTRACT_SECONDS = _IMPATIENT_SECONDS + 26
 _FOREVER = 10**6
@@ -47,7 +47,7 @@ def _model(strategy, loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1)):
 def _run(
     snapshot_dir=None, num_epochs=_NUM_EPOCHS, every_pushes=10, consistency="async", timeout_seconds=_TIMEOUT_SECONDS
 ):
-    """Trains on ones, so that each push takes `_RATE` off each weight: the number of pushes is in the weights."""
+    """Trains on ones: each push subtracts `_RATE` from each weight, so weights show the number of pushes."""
     os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
         pushes="gradients",
@@ -70,7 +70,7 @@ def _run(
 
 
 def _run_with_restarts(snapshot_dir, consistency="async", every_pushes=10):
-    """Trains as `_run`, and tells what became of the servers, and how the loss went."""
+    """Trains as `_run`; returns the pushes in the weights, the losses, and the numbers of restarts and lost pushes."""
     os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
         pushes="gradients",
@@ -84,7 +84,7 @@ def _run_with_restarts(snapshot_dir, consistency="async", every_pushes=10):
     strategy.synchronize(model)
     report = strategy.report()
     strategy.shutdown()
-    # How many pushes the weights of each server have seen: the servers have equally many.
+    # The numbers of pushes in the weights of each server.
     pushes = np.unique(np.round(-model.get_weights()[0] / _RATE, 2))
     return pushes.tolist(), history.history["loss"], report["server_restarts"], report["pushes_lost"]
 
@@ -99,7 +99,7 @@ def _stop(gates, name):
 
 
 def _stop_before_the_first_push(gates):
-    """Trains as `_run`; stops before servers hear of a model, and again when they keep it and nothing was pushed."""
+    """Trains as `_run`. Stops before servers hear of a model, and again before the first push to the model."""
     strategy = hop_tf.SHATParameterServerStrategy(
         pushes="gradients", communication_options=hop_tf.CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
     )
@@ -123,7 +123,7 @@ def _stop_before_the_first_push(gates):
 
 
 def _train_until_it_fails(consistency, num_epochs, fault=""):
-    """Trains as `_run`, impatiently; says what was raised, or that nothing was."""
+    """Trains as `_run` with short deadlines; prints the error, or that there was none."""
     is_server = json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps"
     if is_server and fault == "absent":
         return
@@ -149,12 +149,12 @@ def _train_until_it_fails(consistency, num_epochs, fault=""):
 
 
 def _restart_server(runner, index):
-    """Starts a server again as soon as it has ended."""
+    """Restarts a server as soon as it has ended."""
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while True:
         try:
             return runner.restart(index, task_type="ps")
-        except RuntimeError:  # It still runs.
+        except RuntimeError:  # The server still runs.
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
@@ -170,7 +170,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(num_pushes, 2 * _NUM_STEPS, rtol=1e-4)
             self.assertAllClose(spread, 0.0, atol=1e-6)
         self.assertEqual([result.exit_code for result in results.ps], [0, 0])
-        self.assertEqual([result.value for result in results.ps], [None, None])  # They do not return.
+        self.assertEqual([result.value for result in results.ps], [None, None])  # Servers return nothing.
 
     @parameterized.parameters("async", "bsp")
     @pytest.mark.stress(after=1)
@@ -195,8 +195,8 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(spread, 0.0, atol=1e-6)
         self.assertAllClose(values[0][0], round(values[0][0]), atol=0.05)
 
-    # One that is asked to end writes a last snapshot: nothing is lost but what is under way. One that dies within the
-    # first interval has the snapshot of the first push.
+    # A server that is asked to end writes a last snapshot, so that only pushes in flight are lost. A server that dies
+    # within the first interval has the snapshot of the first push.
     @parameterized.parameters((signal.SIGKILL, 10, 10), (signal.SIGTERM, 10, 0), (signal.SIGKILL, _FOREVER, _FOREVER))
     @pytest.mark.stress
     def test_a_server_that_ends_is_an_error_and_its_next_incarnation_goes_on(self, signum, every_pushes, most_lost):
@@ -215,7 +215,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             results = runner.join().raise_for_errors()
         ((num_pushes, spread, _, error), _) = results.values
         self.assertEqual(error, "")
-        # The mean over both shards, which have lost those pushes at most, and the ones under way.
+        # The mean over both shards, which have lost at most those pushes, and the ones in flight.
         before = num_pushes - 2 * _NUM_STEPS
         self.assertBetween(before, sum(num_steps) - most_lost - 3, sum(num_steps) + 2)
         self.assertLess(spread / _RATE, most_lost + 3)
@@ -279,7 +279,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_a_killed_server_is_an_error_within_the_deadline(self):
-        """Twice as long as it is configured where round trips are long; not `progress_timeout_seconds`, an hour."""
+        """If round trips are long, the deadline is twice the timeout, and not `progress_timeout_seconds`, an hour."""
         with MultiProcessRunner(_run, num_workers=2, num_ps=2, args=(None, 50)) as runner:
             for rank in range(2):
                 runner.wait_for_output(rank, "step 10")
@@ -306,7 +306,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             runner.join()
 
     def _wait_for_errors(self, runner, error):
-        """Every worker raises, in time, what names the server and the cause, and ends."""
+        """Checks that every worker raises in time an error that names the server and the cause, and ends."""
         deadline = time.monotonic() + _CONTRACT_SECONDS
         for rank in range(2):
             for pattern in ("raised .*" + error.replace("{rank}", str(rank)), "is gone"):

@@ -1,4 +1,4 @@
-"""A server of SHAT that dies in the midst of training, and goes on from its snapshot when it is started again."""
+"""Tests of a SHAT server that dies during training, and goes on from its snapshot after a restart."""
 
 import dataclasses
 import random
@@ -39,7 +39,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         self._directory = self.enterContext(tempfile.TemporaryDirectory())
 
     def _options(self, **arguments):
-        """Every push is in a snapshot before the next one is made, or, with `every_seconds`, only the first one."""
+        """Returns options that write a snapshot after each push, or, with `every_seconds`, only after the first."""
         return hop_tf.SnapshotOptions(directory=self._directory, **(arguments or {"every_pushes": 1}))
 
     def _only_first(self):
@@ -71,7 +71,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((None, 0), (10, 0), (None, 17))
     @pytest.mark.stress(but=1)
     def test_nothing_is_lost_of_what_is_in_the_snapshot(self, answer_lost_at, num_pulls):
-        """All is equal to the bit to what it would be otherwise, also where an answer was lost with the server."""
+        """Results are equal, to the bit, to those without the restart, also if an answer was lost with the server."""
         values = np.random.default_rng(0).normal(size=20).astype(np.float32)
 
         def train(dies_after):
@@ -96,7 +96,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
                 if step == dies_after and not answer_lost_at:
                     self._wait_for_snapshot(first, step + 1)
                     restarts.append(threads.restart_server(0))
-                    for _ in range(num_pulls):  # The first request that it gets, where there is one.
+                    for _ in range(num_pulls):  # The first requests to the new server, if any.
                         worker.exchange.state.pull()
             worker.exchange.state.pull()
             self.assertEqual(restarts, [] if dies_after is None else [[True]])
@@ -159,7 +159,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(worker.variable, np.full(NUM_VALUES, 1.0 - RATE))
 
     def test_bulk_synchronous_workers_repeat_an_update_that_only_some_were_answered(self):
-        """Nobody waits for who is ahead: that one may wait for the others, as for their metrics of an epoch."""
+        """No worker waits for the one that is ahead, because that one may wait for the others' metrics of an epoch."""
         threads = self._start(2, 1, snapshots=self._only_first(), consistency="bsp")
         (server,) = threads.servers
         self._configure(threads)
@@ -177,20 +177,20 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
                 if rank == 0 and step == 3:
                     self.assertEqual(threads.restart_server(0), [True, True])
                     has_died.set()
-                    both_done.wait(60)  # As at the end of an epoch.
+                    both_done.wait(60)  # As ranks wait at the end of an epoch.
                 models[rank], _ = worker.push(step, float(rank + 1))
                 if rank == 1 and step == 2:
                     both_done.wait(60)
 
         threads.run(body)
         self.assertTrue(has_died.is_set())
-        # Updates 1, in the snapshot; 3, of rank 1 alone; 4 and 5. Of update 2, and rank 0's part of 3, nothing is left.
+        # Update 1 is in the snapshot, 3 is of rank 1 alone, then 4 and 5. Update 2 and rank 0's part of 3 are lost.
         self.assertAllEqual(models[0], np.full(NUM_VALUES, 1.0 - RATE * (1.5 + 2.0 + 1.5 + 1.5)))
         self.assertAllEqual(models[0], models[1])
         self.assertEqual([self._counters(worker) for worker in threads.workers], [(1, 4), (1, 2)])
 
     def test_stale_synchronous_workers_keep_their_distance(self):
-        """Rank 0, one push ahead, waits when the server dies; the new one lets it wait for as long as it has to."""
+        """Rank 0, one push ahead, waits when the server dies. The new server lets rank 0 wait as long as necessary."""
         threads = self._start(2, 1, consistency="ssp")
         self._configure(threads)
         order, rank_0_waits = [], threading.Event()
@@ -250,7 +250,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(self._counters(second), (1, 1))
 
     def test_who_joins_at_the_same_time_does_not_end_the_training(self):
-        """It may be there before the others have seen that the server was started again."""
+        """A joining worker may be there before the others have noticed the server's restart."""
         threads = self._start(2, 1)
         self._configure(threads)
         first, second = threads.workers
@@ -342,13 +342,13 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         worker.exchange.reset(2)
         worker.variable.assign(np.full(NUM_VALUES, 7.0, np.float32))
         self.assertEqual(threads.restart_server(0), [True])
-        worker.exchange.state.offer()  # The new process has it.
+        worker.exchange.state.offer()  # The new process has the model now.
         model, _ = worker.push(0, 1.0)
         self.assertAllEqual(model, np.full(NUM_VALUES, 7.0 - RATE))
         worker.exchange.reset(3)
         (server,) = threads.servers
         worker.push(0, 1.0)
-        server.take_snapshots(final=True)  # It is of this session, and lacks the model all the same.
+        server.take_snapshots(final=True)  # The snapshot is of this session, and still lacks the model.
         worker.variable.assign(np.full(NUM_VALUES, 9.0, np.float32))
         worker.exchange.state.offer()
         self.assertTrue(_becomes_true(lambda: _group(server).num_assigned == 2))
@@ -383,7 +383,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(restarts, [[True] * num_workers] * 6)
         self.assertEqual(steps, [num_steps] * num_workers)
         self.assertNotEmpty(lost)
-        # A worker that has made all its steps may tell the new server a moment later what it was answered.
+        # A worker that has made all its steps may tell the new server its last answer a moment later.
         group = _group(threads.servers[0])
         self.assertTrue(_becomes_true(lambda: group.num_pushes == num_workers * num_steps - len(lost)))
 

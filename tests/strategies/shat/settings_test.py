@@ -1,4 +1,4 @@
-"""Equation 4, the settings of SHAT, and how a server decides when to apply and to answer."""
+"""Tests of Equation 4, of SHAT's settings, and of a server's decisions when to apply and to answer."""
 
 import math
 
@@ -124,7 +124,7 @@ class ConsistencyTest(tf.test.TestCase):
         self.assertEmpty(policy.to_apply((), {}))
 
     def test_bulk_synchronous_applies_first_what_others_repeat(self):
-        """After a server has gone on from a snapshot that lacks an update which it had answered to rank 1."""
+        """A server has gone on from a snapshot that lacks an update, which it had answered to rank 1."""
         policy = Consistency.make("bsp", 0)
         self.assertEmpty(policy.to_apply({1}, {0: 4, 1: 5}))
         self.assertEqual(policy.to_apply({0, 1}, {0: 4, 1: 5}), {0})

@@ -1,4 +1,4 @@
-"""Which server keeps which part of a model."""
+"""Tests of dividing a model among servers."""
 
 import itertools
 from unittest import mock

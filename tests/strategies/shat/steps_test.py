@@ -1,4 +1,4 @@
-"""SHAT where workers push what their own optimizer has changed, the default."""
+"""Tests of SHAT's default, in which workers push the changes of their own optimizer."""
 
 import functools
 import threading
@@ -58,7 +58,7 @@ def _train(make_optimizer, strategy):
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(_RATE, momentum=_MOMENTUM, nesterov=True, weight_decay=0.01),
     "adamw": lambda: keras.optimizers.AdamW(0.01, clipnorm=0.5),
-    "lamb": lambda: keras.optimizers.Lamb(0.01),  # It looks at whole tensors, which servers divide.
+    "lamb": lambda: keras.optimizers.Lamb(0.01),  # Lamb needs whole tensors, which servers divide.
     "schedule": lambda: keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.02, 4, 0.7)),
     "scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.5)),
     "accumulated": lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=3),
@@ -66,7 +66,7 @@ _OPTIMIZERS = {
 
 
 class Sum(keras.Model):
-    """Its loss is linear in its weight, so that gradients do not depend on the weight."""
+    """A model whose loss is linear in its weight, so that gradients do not depend on the weight."""
 
     def __init__(self):
         super().__init__()
@@ -92,7 +92,7 @@ def _train_sum(synchronizes, strategy):
 
 
 def _own_models(num_workers):
-    """Where each worker ends if it trains alone: momentum's sums of gradients, which are means of its rows."""
+    """Returns each worker's final weights if it trains alone with momentum. Gradients are means of its rows."""
     rows = _data()[0].reshape(_NUM_STEPS, num_workers, _BATCH_SIZE // num_workers, 3).mean(axis=2)
     models = []
     for gradients in rows.transpose(1, 0, 2).astype("float64"):

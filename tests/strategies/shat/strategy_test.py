@@ -1,4 +1,4 @@
-"""SHAT under `fit`, with workers and servers in one process, against plain Keras and closed forms."""
+"""Tests of SHAT under `fit`, with workers and servers in one process, against plain Keras and closed forms."""
 
 import errno
 import functools
@@ -31,7 +31,7 @@ _RATE = 0.05
 
 
 def _cluster(num_workers=_NUM_WORKERS, num_ps=2, pushes="gradients", **settings):
-    """Where servers make the optimizer's steps, unless `settings` say otherwise."""
+    """Makes a cluster. Servers apply the optimizer unless `settings` say otherwise."""
 
     def make_strategy(cluster_resolver):
         return hop_tf.SHATParameterServerStrategy(
@@ -63,7 +63,7 @@ def _make_model(optimizer, loss="mse", layers=(), **compile_arguments):
 
 
 class _Recorder(keras.callbacks.Callback):
-    """The weights after each step."""
+    """Records the weights after each step."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def _fit(model, data=None, num_epochs=1, callbacks=(), **arguments):
 
 
 def _trained(strategy, make_model, **arguments):
-    """The weights after each step, and the model."""
+    """Trains; returns the weights after each step, and the model."""
     with strategy.scope():
         model = make_model()
     return _fit(model, **arguments), model
@@ -100,7 +100,7 @@ def _slots(model):
 
 
 def _linear_loss(y, y_pred):
-    """Its gradient does not depend on the weights."""
+    """A loss whose gradient does not depend on the weights."""
     return tf.reduce_sum(y_pred, axis=-1)
 
 
@@ -142,7 +142,7 @@ class _TwoOptimizers(keras.Model):
 
 
 class _Bias(keras.layers.Layer):
-    """Adds a weight: gradients pass through as they are."""
+    """Adds a weight. Gradients pass through unchanged."""
 
     def build(self, shape):
         self.bias = self.add_weight(shape=shape[1:], initializer="zeros")
@@ -152,7 +152,7 @@ class _Bias(keras.layers.Layer):
 
 
 def _gradient(step, rank=0, num_workers=1):
-    """Of the linear loss; by default that of the global batch."""
+    """Returns the gradient of the linear loss, by default that of the global batch."""
     share = _BATCH_SIZE // num_workers
     start = step * _BATCH_SIZE + rank * share
     return np.tile(_data()[0][start : start + share].astype(np.float64).mean(0)[:, np.newaxis], 4)
@@ -237,7 +237,7 @@ class BulkSynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["pushes_by_others"], 1.0)
 
     def test_who_ends_early_is_not_waited_for(self):
-        """The other rank takes the whole batch sooner or later. A step's rows are alike: its gradient is the same."""
+        """The other rank takes the whole batch at some step. A step's rows are equal, so its gradient is the same."""
         x, y = _data()
         x = np.repeat(x[::_BATCH_SIZE], _BATCH_SIZE, axis=0)
 
@@ -276,7 +276,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(results[0][0], results[2][0])
 
     def test_the_servers_keep_their_model_when_fit_is_broken_off(self):
-        """The next one goes on with it, and not with the mixture that rank 0 had made."""
+        """The next `fit` goes on with the servers' model, and not with the mixture that rank 0 had made."""
         num_steps = 5
 
         class Break(keras.callbacks.Callback):
@@ -300,7 +300,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_later_fit_begins_on_all_ranks_with_what_rank_0_has_changed(self):
-        """Before its first step: no gradient is one at older weights, and none is lost when they are replaced."""
+        """Weights are replaced before the first step: no gradient is of older weights, and none is lost."""
         begun_with, barrier = {}, threading.Barrier(_NUM_WORKERS)
 
         def train(strategy):
@@ -310,7 +310,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
             def record_weights(epoch, logs):
                 begun_with[strategy.rank] = model.get_weights()[0]
-                barrier.wait(_OPTIONS.timeout_seconds)  # Nobody pushes before all have begun.
+                barrier.wait(_OPTIONS.timeout_seconds)  # No worker pushes before all have begun.
 
             restore = keras.callbacks.LambdaCallback(
                 on_train_begin=lambda logs: strategy.is_chief and model.set_weights([np.full((3, 4), 7.0)]),
@@ -328,7 +328,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((True, 0.5), (False, 0.9))
     @pytest.mark.stress
     def test_momentum_under_a_constant_gradient(self, nesterov, momentum):
-        """N pushes of g make v[k] = -lr g (1 + ... + m^(k - 1)); w is their sum, whoever pushed."""
+        """N pushes of g, by any worker, make v[k] = -lr g (1 + ... + m^(k - 1)). w is their sum."""
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
 
         def train(strategy):
@@ -350,7 +350,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(0.75, 0.0)
     @pytest.mark.stress(after=1)
     def test_a_worker_s_own_step(self, momentum):
-        """Where alpha is 0: lr g, and with momentum lr / (1 - m) g."""
+        """If alpha is 0, the worker's own step is lr g, and with momentum lr / (1 - m) g."""
 
         def train(strategy):
             return _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE, momentum=momentum)))[0]
@@ -362,7 +362,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(found[0], w, rtol=1e-4, atol=1e-5)
 
     def test_mixes_by_equation_3(self):
-        """One worker, whose weight is 1/4 by decree: w = 3/4 (w - lr g) + 1/4 w_server."""
+        """With one worker, and a fixed weight of 1/4: w = 3/4 (w - lr g) + 1/4 w_server."""
 
         def train(strategy):
             weights, model = _trained(strategy, lambda: _make_linear(keras.optimizers.SGD(_RATE, momentum=0.5)))
@@ -380,7 +380,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.stress
     def test_a_lone_worker_trains_as_plain_keras_over_several_fits(self):
-        """Also where its weights were changed in between, and averages of weights are kept."""
+        """Also if its weights were changed in between, and averages of weights are kept."""
 
         def train_model(model):
             weights = _fit(model)
@@ -405,7 +405,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(False, True)
     @pytest.mark.stress(after=1)
     def test_averages_of_weights_are_synchronized(self, scales_loss):
-        """Of the weights 1 - k lr after each of the pushes of both workers, as plain Keras has them for one."""
+        """Averages are over the weights 1 - k lr after each push of both workers, as in plain Keras for one."""
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
 
         def make_model():
@@ -427,7 +427,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, expected.get_weights()[0], rtol=1e-4)
 
     def test_constraints_hold_for_the_final_model(self):
-        """The servers' model has left what is allowed."""
+        """The servers' model violates the constraints during training."""
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
 
         def train(strategy):
@@ -442,7 +442,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(synchronized, np.zeros((3, 4)))
 
     def test_constraints_of_a_worker_take_nothing_from_the_servers(self):
-        """Rank 1 makes its last steps when rank 0 has ended, and constrained the model: that one is not offered."""
+        """Rank 1 makes its last steps after rank 0 has ended and constrained the model, which is not offered."""
         ended = threading.Event()
 
         class Wait(keras.callbacks.Callback):
@@ -467,7 +467,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(0.5, 0.0)
     @pytest.mark.stress(after=1)
     def test_weight_decay_of_a_worker_s_own_step_under_loss_scaling(self, momentum):
-        """It comes when gradients have turned out to be finite: after they were pushed."""
+        """Decay comes after the push, when gradients are known to be finite."""
 
         def train(strategy):
             def make_model():
@@ -488,7 +488,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     )
     @pytest.mark.stress
     def test_loss_scaling_changes_nothing(self, make_inner):
-        """Of clipping and decay, neither on the worker (which trains alone here) nor on the server."""
+        """Clipping and decay stay the same, on the worker (which trains alone here) and on the server."""
         for settings in ({"mixing": "ensemble"}, {"consistency": "bsp"}):
             results = []
             for make in (make_inner, lambda: keras.optimizers.LossScaleOptimizer(make_inner(), initial_scale=8.0)):
@@ -498,7 +498,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(scaled, plain, rtol=1e-5, atol=1e-5)
 
     def test_loss_scaling(self):
-        """Gradients of 64 overflow until the scale is low enough; these are left out."""
+        """Gradients of 64 overflow until the scale is low enough. Overflowing steps are left out."""
         data = np.full((_NUM_ROWS, 3), 64, np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
 
         def train(strategy):
@@ -553,12 +553,12 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(second, 1 - 2 * _NUM_WORKERS * _RATE * total, rtol=1e-4, atol=1e-5)
 
     def test_who_joins_updates_by_one_optimizer(self):
-        """The others do not take part again in what makes the second one alike."""
+        """The other ranks do not repeat the collective that makes the second optimizer equal on all ranks."""
 
         def train(strategy):
             begin_group = strategy.begin_group
 
-            def begin_group_and_join(group):  # As of a process that was started again.
+            def begin_group_and_join(group):  # As in a restarted process.
                 begin_group(group)
                 strategy._joined_session = 1
 
@@ -574,7 +574,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_models_that_share_layers_are_trained_in_turn(self):
-        """What one of them has learned, the other goes on from, and nothing brings older values back."""
+        """Each model goes on from the values that the other has learned, and nothing brings older values back."""
 
         def train(strategy):
             with strategy.scope():
@@ -621,7 +621,7 @@ class SettingsTest(tf.test.TestCase):
 
     @pytest.mark.slow
     def test_workers_and_saved_models_have_the_slots_of_a_snapshot(self):
-        """A worker's own step is that of its copy of the optimizer: before the first one it has the servers' slots."""
+        """A worker's own step uses its copy of the optimizer. Before the first step it has the servers' slots."""
         directory = self.enterContext(tempfile.TemporaryDirectory())
         snapshots = hop_tf.SnapshotOptions(directory=directory, every_seconds=1e6)
         data = np.ones((_NUM_ROWS, 3), np.float32), np.zeros((_NUM_ROWS, 4), np.float32)
@@ -701,7 +701,7 @@ class SettingsTest(tf.test.TestCase):
         def train(strategy):
             return _trained(strategy, lambda: _make_model("sgd"))[0]
 
-        _cluster(num_ps=3, snapshots=snapshots, sharding="none").run(train)  # Two of them have nothing to keep.
+        _cluster(num_ps=3, snapshots=snapshots, sharding="none").run(train)  # Two of the servers have nothing to keep.
         (path,) = pathlib.Path(directory).iterdir()
         _cluster(num_ps=3, snapshots=snapshots, sharding="none").run(train)
         path.unlink()

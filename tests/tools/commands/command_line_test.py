@@ -1,4 +1,4 @@
-"""What all commands have in common: help that is there at once, and an end without a traceback on Ctrl-C."""
+"""Tests for all commands: they show help at once, and end without a traceback on Ctrl-C."""
 
 import contextlib
 import io

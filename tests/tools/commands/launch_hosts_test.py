@@ -64,7 +64,7 @@ _TRAIN = """
 
 
 class _HostsTestCase(parameterized.TestCase):
-    """What holds with any ssh."""
+    """A directory, a script and flags for launches with `ssh`."""
 
     ssh: str
 
@@ -108,7 +108,7 @@ class _HostsTestCase(parameterized.TestCase):
             return json.load(file)
 
     def processes(self, count):
-        """Of processes that have written down their ids, those that are still there; waits until it were so many."""
+        """Waits until `count` processes have written their ids; returns those that still exist."""
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while len(names := [name for name in os.listdir(self.work_dir) if name.startswith("pid_")]) < count:
             self.assertLess(time.monotonic(), deadline, names)

@@ -91,7 +91,7 @@ class TableTest(parameterized.TestCase):
     """The launcher on a terminal."""
 
     def _launch(self, *flags):
-        """What it shows, without terminals' sequences."""
+        """Returns the text that the launcher shows in a terminal, without escape sequences."""
         pytest.importorskip("rich")
         directory = self.enter_context(tempfile.TemporaryDirectory())
         path = os.path.join(directory, "script.py")

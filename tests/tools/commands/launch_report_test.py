@@ -124,7 +124,7 @@ class JobReportTest(parameterized.TestCase):
         )
 
     def _summary(self, report):
-        """What the report writes."""
+        """Writes the report and returns its JSON."""
         path = os.path.join(self.enter_context(tempfile.TemporaryDirectory()), "launch.json")
         report.write(path)
         with open(path) as file:

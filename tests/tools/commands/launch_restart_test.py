@@ -169,7 +169,7 @@ class LaunchRestartTest(absltest.TestCase):
             np.testing.assert_allclose(values, expected, rtol=1e-4)
 
     def _run_with_server(self, **environment):
-        """The exit code, the weights, and how often the worker and the server were started again."""
+        """Returns the exit code, the weights, and the numbers of restarts of the worker and of the server."""
         with mock.patch.dict(os.environ, environment):
             exit_code, (result,), summary = self.run_job(_SERVER, "--restart=1", "--num_ps=1", num_workers=1)
         worker, server = (task["restarts"] for task in summary["tasks"])

@@ -30,7 +30,7 @@ _TIMEOUT_FLAG = f"--timeout_seconds={_DEADLINE_SECONDS}"
 
 
 class _LaunchTestCase(parameterized.TestCase):
-    """What tests of the launcher share."""
+    """A directory, scripts and launches for tests of the launcher."""
 
     def setUp(self):
         super().setUp()
@@ -110,7 +110,7 @@ class LaunchTest(_LaunchTestCase):
         self.assertEqual(self.summary()["first_failure"], "worker 1")
 
     def test_says_where_the_stacks_of_those_are_that_waited_for_long(self):
-        """Where nothing has failed, nobody wants to read them. Those of an earlier job are not taken for this one's."""
+        """The launcher names stacks only if a task has failed, and never the stacks of an earlier job."""
         script = self.write_script("""
             if task["index"] != 1 and len(sys.argv) > 1:
                 open(os.environ["HOP_TF_STACKS"], "w").close()
@@ -321,7 +321,7 @@ class LaunchTest(_LaunchTestCase):
 
 
 class RestartTest(_LaunchTestCase):
-    """Processes that are started again after they have failed."""
+    """Tests of processes that are restarted after a failure."""
 
     def setUp(self):
         super().setUp()
@@ -415,7 +415,7 @@ class RestartTest(_LaunchTestCase):
         self.assertIn(f"[launch] worker 1 failed, and is not started again, as {reason} (exit code 3)", lines)
 
     def test_workers_that_are_killed_when_the_others_are_done_are_no_failure(self):
-        """Neither is started again for the other one. Worker 0 saves: it is one."""
+        """Neither killed worker is restarted. Worker 0 saves files, and is one of them."""
         script = self.write_script("""
             import contextlib, psutil
             open(f"pid_{task['index']}.part", "w").write(str(os.getpid()))

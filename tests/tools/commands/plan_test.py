@@ -316,7 +316,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
                 return error.code, errors.getvalue()
 
     def test_given_numbers(self):
-        """Nothing is started."""
+        """If all numbers are given, `plan` measures nothing."""
         code, text = self._run(*_GIVEN, "--slowdown=3:4x")
         self.assertEqual(code, 0)
         self.assertIn("Nothing was measured: all numbers are given", text)

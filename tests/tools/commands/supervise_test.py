@@ -114,7 +114,7 @@ class SupervisorTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCas
         self.assertEqual(_table(*addresses), [expected])
 
     def test_behind(self):
-        """What a strategy tells; else how far the others are ahead. Not where nothing is known."""
+        """The column is the strategy's staleness. Without one, it is the distance to the furthest rank, if known."""
         addresses, missing = self.addresses(4), self.addresses(1)
         reports = [{"iteration": 7}, {"iteration": 9}, {"iteration": 4, "staleness": 2}, {}]
         for rank, report in enumerate(reports):
@@ -146,7 +146,7 @@ class SupervisorTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCas
 
     @mock.patch.object(supervisor, "_END_SECONDS", 0.3)
     def test_ends_with_the_job(self):
-        """Not at the first look that nobody answers, though it takes longer by itself than silence may last."""
+        """One look without an answer does not end it, although that look takes longer than the permitted silence."""
         addresses = self.addresses(1)
         transport = self.start_at(0, addresses)
         reports = iter([{"steps": 1}, None, {"steps": 2}])
@@ -198,7 +198,7 @@ class SupervisorTest(TransportTestMixin, tf.test.TestCase, parameterized.TestCas
         ([], '{"cluster": {"worker": "a:1"}}', "Addresses must be 'host:port'"),
     )
     def test_says_what_is_wrong(self, argv, config, message):
-        """With argparse's exit code, and at once: nobody is asked."""
+        """The command fails at once with argparse's exit code, without asking a rank."""
         errors = io.StringIO()
         self.enter_context(mock.patch.dict("os.environ", {"TF_CONFIG": config}))
         with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit) as exit_code:
@@ -212,10 +212,10 @@ _COUNTED = ("steps", "iteration", "overtime_drops", "wait_seconds", "bytes_recei
 
 
 class CanaryTest(TransportTestMixin, tf.test.TestCase):
-    """What is shown of ranks that train.
+    """Tests that the table and the JSON show the reports of two ranks that train.
 
-    Before each of the first five batches they wait for each other. Then rank 1 waits until rank 0 is before its tenth
-    one, and that one until rank 1 has looked.
+    The ranks wait for each other before each of the first five batches. Before its fifth batch rank 1 also waits until
+    rank 0 has come to its tenth. Rank 0 waits there until rank 1 has looked.
     """
 
     def setUp(self):
@@ -228,7 +228,7 @@ class CanaryTest(TransportTestMixin, tf.test.TestCase):
         return self._strategies[rank].report()
 
     def _look(self):
-        """What the table has, what there is in JSON, and what the ranks tell before and behind that."""
+        """Returns the rows of the table, the ranks in JSON, and the ranks' own reports before and after."""
         before = [self._report(rank) for rank in range(2)]
         rows = _table(*self._addresses)
         code, out, _ = _run(*self._addresses, "--json", "--count=1")
@@ -236,7 +236,7 @@ class CanaryTest(TransportTestMixin, tf.test.TestCase):
         return rows, json.loads(out)["ranks"], before, [self._report(rank) for rank in range(2)]
 
     def _look_while_they_train(self):
-        """Rank 0 has made nine steps, rank 1 four, and knows of what rank 0 has sent."""
+        """Rank 0 has made nine steps. Rank 1 has made four and knows how far rank 0 is."""
         wait_until(lambda: self._report(1)["staleness"] >= 5)
         look = rows, ranks, _, _ = self._look()
         self._check(look)
@@ -261,7 +261,7 @@ class CanaryTest(TransportTestMixin, tf.test.TestCase):
             self.assertGreater(float(row["received"].split()[0]), 0)
 
     def _check(self, look):
-        """That what is shown is what the ranks tell."""
+        """Checks that the shown numbers lie between the ranks' reports before and after."""
         for rank, (row, shown, before, after) in enumerate(zip(*look, strict=True)):
             self.assertEqual((row["rank"], shown["rank"]), (str(rank), rank))
             for name in _COUNTED:

@@ -1,4 +1,4 @@
-"""What `diagnose` says of emulated clusters with a known fault, and whether what it expects of changes comes."""
+"""Tests that `diagnose` finds the known fault of emulated clusters, and predicts the gain of changes."""
 
 import dataclasses
 import re
@@ -28,7 +28,7 @@ _TOLERANCE = 0.15
 
 class ClustersTest(parameterized.TestCase):
     def diagnose(self, cluster):
-        """What is found, and how long a step takes."""
+        """Returns the diagnosis of a job on the cluster, and the seconds of a step."""
         with tempfile.TemporaryDirectory() as directory:
             seconds = cluster.run(directory)
             return diagnose(read_job(directory)), seconds
@@ -75,7 +75,7 @@ class ClustersTest(parameterized.TestCase):
 
 
 def _with_about(job, **about):
-    """The same records, which say something else of their processes."""
+    """Returns the same records with other facts about their processes."""
     processes = [dataclasses.replace(each, about={**each.about, **about}) for each in job.processes]
     return dataclasses.replace(job, processes=processes)
 
@@ -187,10 +187,10 @@ def _settings(strategy, graph):
 
 
 class CardsTest(parameterized.TestCase):
-    """Ranks wait for what is on its way, most of the time. A change goes to another number of ranks at once."""
+    """Ranks wait for messages in flight most of the time. A change sends to another number of ranks at once."""
 
     def expect(self, present, changed, **rates):
-        """What is expected of a change, and what it takes."""
+        """Returns the seconds of a step that are expected of a change, and those that the changed cluster takes."""
         shape = (_NUM_RANKS, _NUM_RANKS)
         cluster = EmulatedCluster(
             seed=0,
@@ -219,7 +219,7 @@ class CardsTest(parameterized.TestCase):
     )
     @pytest.mark.stress(after=1)
     def test_a_card_that_all_links_share(self, present, changed):
-        """Seen when a rank sends to several others at once; and where it never does, not believed to carry more."""
+        """The card is seen if a rank sends to several others at once. If not, one link's rate counts as the card's."""
         expected, seconds = self.expect(present, changed, rate=_CARD, card=_CARD)
         closed_form = _COMPUTE + _UPDATES[changed] * _UPDATE_SECONDS
         self.assertAlmostEqual(seconds / closed_form, 1.0, delta=0.03)
@@ -228,7 +228,7 @@ class CardsTest(parameterized.TestCase):
     @parameterized.parameters((_COMPLETE, _RING), (_MESH, _RING_OF_PIECES))
     @pytest.mark.stress(after=1)
     def test_a_link_that_was_never_alone(self, present, changed):
-        """How fast it is alone is not known: it is not believed to be faster than it was."""
+        """The rate of a link alone is unknown: the prediction assumes no more than the rate that was seen."""
         expected, seconds = self.expect(present, changed, rate=_CARD, card=_CARD)
         closed_form = _COMPUTE + _UPDATES[changed] * _UPDATE_SECONDS * _AT_ONCE[present] / _AT_ONCE[changed]
         self.assertAlmostEqual(expected / closed_form, 1.0, delta=0.05)
@@ -237,7 +237,7 @@ class CardsTest(parameterized.TestCase):
     @parameterized.parameters((_COMPLETE, _RING), (_MESH, _RING_OF_PIECES), (_MESH, _COMPLETE))
     @pytest.mark.stress(after=1)
     def test_links_of_their_own(self, present, changed):
-        """As many were seen to carry something at once as are to."""
+        """The present settings use at least as many links at once as the changed ones, which shows their sum."""
         expected, seconds = self.expect(present, changed, rate=_CARD)
         closed_form = _COMPUTE + _UPDATES[changed] / _AT_ONCE[changed] * _UPDATE_SECONDS
         self.assertAlmostEqual(seconds / closed_form, 1.0, delta=0.03)

@@ -1,4 +1,4 @@
-"""What `diagnose` says of jobs on an emulated network, of which a link is slow."""
+"""Tests that `diagnose` finds the slow link in jobs on an emulated network."""
 
 import json
 import os

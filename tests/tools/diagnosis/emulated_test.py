@@ -1,4 +1,4 @@
-"""What `diagnose` says of jobs that run, on ranks whose steps are emulated."""
+"""Tests of `diagnose` with real jobs whose ranks emulate their steps."""
 
 import tempfile
 import time

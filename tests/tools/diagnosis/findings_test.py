@@ -54,7 +54,7 @@ def _fault(kind, usual):
 
 class FindingsTest(parameterized.TestCase):
     def diagnose(self, **arguments):
-        """What is found, and how long a step takes."""
+        """Returns the diagnosis of a synthetic job, and the seconds of a step."""
         with tempfile.TemporaryDirectory() as directory:
             seconds = SyntheticJob(**arguments).write(directory)
             return diagnose(read_job(directory)), seconds
@@ -126,7 +126,7 @@ class FindingsTest(parameterized.TestCase):
 
     @parameterized.parameters(({1, 2, 3}, "rank 1, rank 2, rank 3: "), ({2}, "rank 2: "), ({0, 1}, "rank 0, rank 1: "))
     def test_ranks_whose_records_are_elsewhere(self, missing, told):
-        """Nothing is said of the whole job: rank 2 computes three times as long, and is not there."""
+        """Without the records of rank 2, the slow one, the diagnosis speaks of the recorded ranks only."""
         with tempfile.TemporaryDirectory() as directory:
             SyntheticJob(seed=0, num_ranks=4, compute={2: 0.15}).write(directory)
             for rank in missing:

@@ -1,4 +1,4 @@
-"""What `diagnose` says of a running job, by what its ranks report."""
+"""Tests of `diagnose` with the reports of a running job's ranks."""
 
 import collections
 import contextlib

@@ -113,7 +113,7 @@ class BrowserTest(absltest.TestCase):
         self.page.write_text(make_page(job, diagnose(job)))
 
     def browse(self, *arguments):
-        """What the browser prints. It reaches no network, and is given no script to run."""
+        """Returns the output of a browser that opens the page without a network."""
         command = [
             _CHROMIUM,
             "--headless",

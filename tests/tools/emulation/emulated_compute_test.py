@@ -106,7 +106,7 @@ class EmulatedComputeTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(slices.dense_shape, [5, 3])
 
     def test_other_operations_do_not_wait(self):
-        """What does not need the gradients runs while they are held back; here it is what releases them."""
+        """Operations that do not need the gradients run during the delay: here such an operation ends the delay."""
         released = threading.Event()
         compute = self.make(_duration_after(released))
 
@@ -223,7 +223,7 @@ _SCRIPT = """
 class LaunchTest(tf.test.TestCase):
     @pytest.mark.stress
     def test_the_report_shows_the_slow_rank(self):
-        """Everybody waits for rank 1, and rank 1 for nobody."""
+        """Rank 0 waits for rank 1, and rank 1 does not wait."""
         directory = self.enter_context(tempfile.TemporaryDirectory())
         script, reports_path = os.path.join(directory, "script.py"), os.path.join(directory, "reports.json")
         pathlib.Path(script).write_text(textwrap.dedent(_SCRIPT))

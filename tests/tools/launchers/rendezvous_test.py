@@ -151,7 +151,7 @@ class RendezvousTest(parameterized.TestCase):
         self.assertEqual(waiting.result(_PATIENCE_SECONDS), again.result(_PATIENCE_SECONDS))
 
     def test_two_processes_have_one_number(self):
-        waiting = [self.start(number, 3) for number in (0, 1, 1)]  # Whoever comes second is refused.
+        waiting = [self.start(number, 3) for number in (0, 1, 1)]  # The second guest with number 1 is refused.
         done, others = concurrent.futures.wait(waiting[1:], _PATIENCE_SECONDS, concurrent.futures.FIRST_COMPLETED)
         self.expect(done.pop(), ClusterConfigError, "rank 1 is there already, from 127.*two processes")
         last = self.start(2, 3)
@@ -240,7 +240,7 @@ def _read(connection):
 
 
 def _seal(challenge, body):
-    """What a guest without a token says."""
+    """Seals a guest's hello without a token."""
     return Session(messages.rendezvous_secret(None), challenge, encrypted=False).seal_hello(body)
 
 

@@ -121,7 +121,7 @@ class StepsTest(_SlurmTest):
         self.assertEqual(places[0]["master"][0], places[0]["node"])
 
     def probe(self, options):
-        """What each task has read, in their order."""
+        """Returns the place that each task has read, ordered by task number."""
         printed = self.cluster.run("srun", *options.split(), sys.executable, "probe.py", **self.variables)
         places = sorted(map(json.loads, printed.splitlines()), key=lambda place: place["number"])
         self.assertEqual([place["number"] for place in places], list(range(places[0]["num_processes"])))
@@ -152,7 +152,7 @@ class JobsTest(_SlurmTest):
         self.cluster.wait_until(has_come, f"job {job} is {state}; its log:\n{self.log_of(job)}", _TRAINING_SECONDS)
 
     def lines(self, job, word):
-        """What tasks have printed after a word, by task: `srun --label` puts their numbers before it."""
+        """Returns the texts that tasks have printed after a word, by task: `srun --label` numbers the lines."""
         found = {}
         for line in self.log_of(job).splitlines():
             task, _, text = line.partition(": ")

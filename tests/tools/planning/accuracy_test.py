@@ -1,4 +1,4 @@
-"""What the plan says of accuracy is what the tables of `benchmarks/README.md` say."""
+"""Tests that the plan's accuracies are those of the tables in `benchmarks/README.md`."""
 
 import pathlib
 import re
@@ -22,7 +22,7 @@ def _tables(section):
 
 
 def _points(section, row, task):
-    """What the tables have for a row in the column behind that of a task."""
+    """Yields the tables' values for a row, from the column to the right of a task's column."""
     for titles, *rows in _tables(section):
         for column, title in enumerate(titles[:-1]):
             if title.startswith(_TITLES.get(task, task)):

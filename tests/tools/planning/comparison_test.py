@@ -1,4 +1,4 @@
-"""What `compare` makes of models and simulations, and which settings are best."""
+"""Tests that `compare` uses models and simulations correctly, and finds the best settings."""
 
 import dataclasses
 import sys

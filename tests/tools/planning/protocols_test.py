@@ -64,7 +64,7 @@ class _Links:
         return free_at - now + self.network.latency_seconds
 
     def outcome(self, name, durations, num_bytes=_NUM_BYTES):
-        """What the plan says."""
+        """Returns the plan's outcome for a candidate."""
         measurement = timing.Measurement(
             world_size=4,
             num_bytes=num_bytes,
@@ -183,7 +183,7 @@ class ProtocolsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_canary(self, kind, communication):
-        """Where links bind, sums are split in more ways than the model knows of."""
+        """If links are the bottleneck, sums are split in more ways than the model knows: the tolerance is larger."""
         durations = _durations(kind)
         links = _Links(communication, 0.01)
         canary = _Canary(links.cluster, durations)

@@ -70,7 +70,7 @@ class ProcessServerTest(parameterized.TestCase):
         self._wait(server, process)
         self.assertTrue(child.is_running())
         server.remove([process])
-        self.assertEqual(reader.read(), "")  # the end of file: nobody has the other end any more
+        self.assertEqual(reader.read(), "")  # End of file: no process holds the other end.
         self._wait_until_dead(child)
 
     def test_close_ends_running_processes(self):

@@ -83,7 +83,7 @@ class RemoteTest(absltest.TestCase):
         return json.loads(text)
 
     def owner(self):
-        """What a launcher would write to, and the input that comes of it."""
+        """Returns the input that a launcher would write to, and the descriptor of its writing end."""
         read_end, write_end = os.pipe()
         owner = FileIO(read_end)
         self.addCleanup(self._close, owner, write_end)
@@ -110,7 +110,7 @@ import subprocess
 print(subprocess.Popen(["sleep", "3600"], start_new_session=True).pid)
 """)
         program = f"exec {shlex.quote(sys.executable)} -m hop_tf.tools.processes.remote"
-        done = _relay(program, json.dumps(order))  # Ends when nobody holds its output any more.
+        done = _relay(program, json.dumps(order))  # Ends when no process holds its output.
         os.kill(int(done.stdout), signal.SIGKILL)
         self.assertEqual(done.returncode, 0)
 

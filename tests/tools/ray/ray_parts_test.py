@@ -148,7 +148,7 @@ class ReportCheckpointCallbackTest(parameterized.TestCase):
             _fit([ReportCheckpointCallback()], epochs=1)
 
     def test_other_ranks_follow(self):
-        """What has ended their part is raised in `fit`: else rank 0 would wait for ever."""
+        """`fit` raises the error that ended the thread that follows rank 0: otherwise rank 0 would wait for ever."""
 
         def report(metrics):
             self.reports.append(metrics)

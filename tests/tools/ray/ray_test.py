@@ -24,7 +24,7 @@ from hop_tf.tools.processes.group import ProcessServer  # noqa: F401  (tells tha
 
 _HAS_RAY = importlib.util.find_spec("ray") is not None
 _ENVIRONMENT = {
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # Else Ray writes one to the home folder.
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # Otherwise Ray writes one to the home folder.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -63,12 +63,12 @@ def _options():
 
 
 class _Life(keras.callbacks.Callback):
-    """What a process of a rank has seen, and how it ends.
+    """Records the epochs of one of a rank's processes, and lets the process end.
 
     Args:
-      folder: Where all processes leave files, one for each that has begun `fit`.
+      folder: Folder for the files of all processes, one for each that has begun `fit`.
       rank: This rank.
-      at_step: Called with the number of steps made and that of the process's life, after each step.
+      at_step: Called after each step with the number of steps and the number of the rank's earlier processes.
     """
 
     def __init__(self, folder, rank, at_step):
@@ -129,7 +129,7 @@ def _train(strategy, config, at_step, epochs):
 
 
 def _is_there(path, seconds):
-    """Whether it is there within that time."""
+    """True if the file exists within the given time."""
     deadline = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -149,7 +149,7 @@ def _lose_a_rank(config):
     Then they go on slowly until it has joined them, which it does between two of their steps. However slow the machine
     is, the rank first prepares its own: at full pace, the others could have ended by then.
     """
-    os.environ["HOP_TF_STEP_SECONDS"] = "0.02"  # The rank passes over steps in less.
+    os.environ["HOP_TF_STEP_SECONDS"] = "0.02"  # Skipping a step takes less.
     strategy = hop_tf.HopStrategy(on_peer_loss="continue", communication_options=_options())
     victim = config["victim"]
     folder = pathlib.Path(config["folder"])

@@ -1,4 +1,4 @@
-"""How long simulated steps take: closed forms, and the simulation of Hop that `hop_tf.simulate.hop` has."""
+"""Compares the times of simulated steps with closed forms, and with `hop_tf.simulate.hop`."""
 
 import itertools
 import math
@@ -179,7 +179,7 @@ class TrainingTest(parameterized.TestCase):
         self.assertAlmostEqual(seconds / expected, 1.0, delta=_TOLERANCE)
 
     def test_work_grows_as_the_ranks_do(self):
-        """Nobody tells all others of anything: as many messages for each rank, one update to each of two neighbors."""
+        """No rank sends to all others: a rank sends as many messages in a large ring, an update to each neighbor."""
         sent = []
         for world_size in (8, 32):
             with mock.patch.object(VirtualTransport, "send", autospec=True, side_effect=VirtualTransport.send) as send:

@@ -19,7 +19,7 @@ def _cluster(fate=lambda number: 1.0, **arguments):
 
 
 def _received(cluster):
-    """What comes to a queue of rank 1, with the time."""
+    """Returns a list that gets the time and header of each message to a queue of rank 1."""
     received = []
     transport = cluster.memberships[1].transport
     transport.register("queue", lambda message: received.append((cluster.scheduler.now, message.header)))
@@ -46,7 +46,7 @@ class SchedulerTest(tf.test.TestCase):
         self.assertEqual(happened, [100.0])
 
     def test_stops(self):
-        """Whoever runs, or waits, does no more."""
+        """No thread goes on after the stop, whether it runs or waits."""
         happened = []
 
         def tick():
@@ -64,7 +64,7 @@ class SchedulerTest(tf.test.TestCase):
 
 class DeadlinesTest(tf.test.TestCase):
     def _wait(self, cluster):
-        """What rank 0 raises, which waits for rank 1 from second 2 on, and when."""
+        """Lets rank 0 wait for rank 1 from second 2 on; returns the error of rank 0 and its time."""
 
         def body(rank):
             membership = cluster.memberships[rank]
@@ -152,7 +152,7 @@ class TransportTest(tf.test.TestCase):
         self.assertEqual(flushed, [(False, 2.0), (False, 5.0), (True, 7.0)])
 
     def test_a_queue_that_nobody_takes_any_more(self):
-        """What is held for it, and what still comes, is dropped; what comes to one that is yet to be taken is not."""
+        """Unregistering a queue drops its held and later messages. Messages to a queue never registered are held."""
         cluster = _cluster()
         sender, receiver = (membership.transport for membership in cluster.memberships)
         for seconds in (0.0, 5.0):

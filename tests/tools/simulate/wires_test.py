@@ -1,4 +1,4 @@
-"""When messages have left that share a card: closed forms."""
+"""Compares the times at which messages that share a card have left with closed forms."""
 
 import numpy as np
 from absl.testing import absltest, parameterized
@@ -8,7 +8,7 @@ from hop_tf.tools.simulate.wires import Sending, Wires
 
 
 def _run(*messages, stop_at=None):
-    """When each of the messages began and ended to leave; each is (time, peer, link's seconds, card's seconds)."""
+    """Returns the start and end of each message, given as (time, peer, seconds of the link, seconds of the card)."""
     scheduler, times = Scheduler(), [[None, None] for _ in messages]
     number = {}
     wires = Wires(

@@ -82,7 +82,7 @@ def _wait_for_end(processes):
 
 
 def _is_alive(process):
-    """Whether a process runs: one that nobody has waited for yet is there, but does not."""
+    """True if a process runs. A zombie process does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

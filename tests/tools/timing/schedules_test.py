@@ -71,7 +71,7 @@ class FreeRunningTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(2, 4)
     def test_links_bind(self, max_in_flight):
-        """Bytes leave one after the other; a merge takes long, and so many are under way."""
+        """Bytes leave one after the other. Merges take long, and `max_in_flight` iterations are in flight."""
         links = {"pushing_seconds": 0.3, "sum_seconds": 0.4}
         found = timing.free_running_seconds(_ALIKE, max_in_flight=max_in_flight, **links)
         self.assertAllClose(found, (0.7, 1.0), rtol=0.02)

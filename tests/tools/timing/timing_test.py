@@ -147,7 +147,7 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertLessEqual((1 - WORTHWHILE) * best.step_seconds, 1.001 * other.step_seconds)
 
     def test_sparse_vectors_go_by_all_gather(self):
-        """Where that takes fewer bytes: one message, and a rank sends to and adds those of three others."""
+        """All-gather is chosen if it takes fewer bytes: a rank sends one message to three others and adds theirs."""
 
         def seconds(codec):
             return timing.predict(_NETWORK, _STEP, world_size=4, num_bytes=1e8, codec=codec).communication_seconds
@@ -208,7 +208,7 @@ class TimingTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _dts_schedule(step, network, *, num_bytes, delay, interval, num_steps):
-    """When each of the steps ends: links carry one window after the other; two ranks, one vector."""
+    """Returns the end of each step of two ranks with one vector. Links carry one window after the other."""
     ends, free, means = [], 0.0, {}
     now = 0.0
     for n in range(num_steps):
@@ -364,7 +364,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((300, 12, 180, 2), (150, 1, 98, 1))
     def test_recommends_what_the_strategy_accepts(self, max_delay, max_interval, delay, interval):
-        """Against a latency of 200 steps: at p = 1, D = 180 would do, which is too many windows under way."""
+        """Against a latency of 200 steps: at p = 1, D = 180 would be enough, with too many windows in flight."""
         network = timing.NetworkCosts(latency_seconds=100 * 0.31, seconds_per_byte=0.0)
         limits = {"max_delay": max_delay, "max_interval": max_interval, "codec_names": ("identity",)}
         plan = timing.recommend_dts(network, _STEP, world_size=4, num_bytes=1e7, **limits)
