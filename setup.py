@@ -1,15 +1,15 @@
-"""Where the packages of hop_tf lie in the source tree, and how its native libraries are built.
+"""The places of hop_tf's packages in the source tree, and the build of its native libraries.
 
-Everything else is declared in pyproject.toml. What is built, into hop_tf/ops:
+Everything else is declared in pyproject.toml. These libraries are built, into hop_tf/ops:
 
     libhop_tf_kernels.so  ops/kernels: plain C++, no dependency
     hop_tf_ops.so         ops/tensorflow: TensorFlow operations over the kernels. TensorFlow need not be installed:
                           the library is linked to an empty one with TensorFlow's name
     libhop_tf_cuda.so     ops/cuda: the kernels for GPUs, if `nvcc` is on the path. It is looked for at run time
 
-What cannot be built is left out with a warning. Environment: CXX (the compiler), HOP_TF_REQUIRE_NATIVE=1 (to fail
-instead where one of the first two cannot be built), HOP_TF_REQUIRE_CUDA=1 (the same for the third), HOP_TF_CUDA=0 (not
-to try the third, which takes minutes).
+A library that cannot be built is left out with a warning. Environment: CXX (the compiler), HOP_TF_REQUIRE_NATIVE=1 (to
+fail if one of the first two cannot be built), HOP_TF_REQUIRE_CUDA=1 (to fail if the third cannot be built),
+HOP_TF_CUDA=0 (to skip the third, which takes minutes).
 """
 
 import os
@@ -34,10 +34,10 @@ _CXX_FLAGS = [
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-pthread"),
     *("-Wall", "-Wextra"),
 ]
-# A library finds those beside it.
+# A library finds the others in its folder.
 _LINK_FLAGS = ["-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed"]
 _TENSORFLOW = "libtensorflow_framework.so.2"
-# Machine code for these, and PTX of the last for devices to come.
+# The build has machine code for these, and PTX of the last one for future devices.
 _CUDA_ARCHITECTURES = (75, 80, 86, 89, 90)
 _CUDA_FLAGS = [
     "--options-file=ops/cuda/nvcc.options",
@@ -83,7 +83,7 @@ class _BuildLibraries(build_ext):
         return f"{fullname.replace('.', '/')}.so"  # No Python version in it: the libraries do not know Python.
 
     def build_extensions(self):
-        super().build_extensions()  # Warns of what cannot be built, if that is optional.
+        super().build_extensions()  # Warns of optional libraries that cannot be built.
         missing = [ext for ext in self.extensions if not self._target(ext).exists()]
         if missing:
             names = ", ".join(ext.name for ext in missing)
@@ -92,7 +92,8 @@ class _BuildLibraries(build_ext):
                 "kernels for processors, 10 to 100 times slower, and these that of kernels for GPUs. See above for why."
             )
         for ext in missing if self.editable_mode else ():
-            Path("ops", self._target(ext).name).unlink(missing_ok=True)  # An earlier one may not fit the sources.
+            # A library of an earlier build may not fit the sources.
+            Path("ops", self._target(ext).name).unlink(missing_ok=True)
 
     def build_extension(self, ext):
         target = self._target(ext)
@@ -107,7 +108,7 @@ class _BuildLibraries(build_ext):
         return Path(self.get_ext_fullpath(ext.name)).absolute()
 
     def _takes_installed(self, ext, target):
-        """Reuses what an editable install has left in the source tree, unless a source is newer."""
+        """Reuses a library of an editable install in the source tree, unless a source is newer. Returns True if so."""
         installed = Path("ops", target.name)
         if not self.editable_mode or newer_group([*ext.sources, *ext.depends], str(installed)):
             return False

@@ -1,6 +1,6 @@
-"""DTS with all ranks in one process and one thread, where time does not matter.
+"""DTS with all ranks in one process and one thread, without time.
 
-What a rank does is the product's own: Keras's optimizer, `OuterSteps`. What all do together is a mean in NumPy.
+A rank's steps use the real code: Keras's optimizer and `OuterSteps`. Only the mean over ranks is in NumPy instead.
 D = 0, p = 1 is synchronous training, with SGD of any kind.
 """
 
@@ -19,22 +19,22 @@ from hop_tf.strategies.dts.windows import Schedule, largest
 
 
 class Rank:
-    """A rank's model, and what `DTSStrategy` adds to its step.
+    """A rank's model, with the parts that `DTSStrategy` adds to its step.
 
     Args:
-      model: The model. It is built.
-      optimizer: Its optimizer.
+      model: The model, built.
+      optimizer: The optimizer of the model.
       loss: `loss(y, y_pred)` of each row.
-      schedule: When windows end.
-      selection: Which part of a window is handed out; None: all of it.
-      outer_optimizer: The outer optimizer, not built, if any.
+      schedule: The schedule of windows.
+      selection: Selects the changes of a window that are sent. None: all.
+      outer_optimizer: The outer optimizer, not built, or None.
 
     Attributes:
       model: The model.
-      optimizer: Its optimizer.
-      outer: What is merged.
-      step: Trains with this rank's rows, `step(x, y)`; returns the loss.
-      hand_out: Ends a window, `hand_out(window, everything)`; returns what is to be averaged of it.
+      optimizer: The optimizer of the model.
+      outer: The merged weights.
+      step: `step(x, y)` trains with this rank's rows, and returns the loss.
+      hand_out: `hand_out(window, everything)` ends a window, and returns the changes to be averaged.
       merge: `merge(means, num_newer, share)`: as of `OuterSteps`.
     """
 
@@ -76,14 +76,14 @@ class Rank:
 
 
 class Job:
-    """Ranks in step.
+    """Ranks that make their steps together.
 
     Args:
       ranks: The ranks, with equal weights.
-      schedule: When windows end.
+      schedule: The schedule of windows.
 
     Attributes:
-      ranks: The same.
+      ranks: The ranks.
     """
 
     def __init__(self, ranks: Sequence[Rank], schedule: Schedule):
@@ -93,7 +93,7 @@ class Job:
         self._means: dict[int, list] = {}
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Trains with a global batch, of which ranks take equal parts after each other; returns the mean loss."""
+        """Trains with a global batch, of which each rank takes an equal part, in order. Returns the mean loss."""
         shares = zip(self.ranks, np.split(x, len(self.ranks)), np.split(y, len(self.ranks)), strict=True)
         losses = [rank.step(tf.constant(x), tf.constant(y)) for rank, x, y in shares]
         self._num_steps += 1
@@ -106,7 +106,7 @@ class Job:
         return float(np.mean(losses))
 
     def finish(self) -> None:
-        """Merges what is under way, as the end of `fit` does."""
+        """Merges the windows in flight, as the end of `fit` does."""
         under_way = self._schedule.under_way(self._num_steps)
         self._average(under_way.stop, everything=True)
         for window in under_way:
@@ -140,12 +140,12 @@ def make_job(
 
     Args:
       world_size: Number of ranks.
-      make_model: Makes a rank's model; equal on all ranks.
-      make_optimizer: Makes its optimizer.
+      make_model: Makes a rank's model, equal on all ranks.
+      make_optimizer: Makes a rank's optimizer.
       loss: `loss(y, y_pred)` of each row.
       delay: D.
       interval: p.
-      selection: Which part of a window is handed out; None: all of it.
+      selection: Selects the changes of a window that are sent. None: all.
       make_outer_optimizer: Makes a rank's outer optimizer. Default: none.
 
     Returns:

@@ -19,7 +19,7 @@ import hop_tf
 
 
 def make_options(args):
-    """How the ranks talk to each other. The files have the names that they have in a Secret of Kubernetes."""
+    """The credentials of the ranks' connections. The files are named as in a Secret of Kubernetes."""
     tls = {}
     if args.tls:
         files = {"tls_certificate_chain": "tls.crt", "tls_private_key": "tls.key", "tls_root_certificates": "ca.crt"}

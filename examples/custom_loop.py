@@ -67,6 +67,6 @@ for epoch in range(args.epochs):
         print(f"epoch {epoch}: loss {losses[-1]:.4f}, accuracy of rank 0's part {train_accuracy.result():.4f}")
     train_accuracy.reset_state()
 
-strategy.synchronize(model)  # Merges what is still under way. All ranks call it.
+strategy.synchronize(model)  # Merges the means in flight. All ranks must call it.
 accuracy = np.mean((model.predict(x_test, verbose=0) > 0) == y_test)
 print(f"accuracy on new points: {accuracy:.4f}")

@@ -45,7 +45,7 @@ def build_model():
 
 
 def print_summary(reports, consensus_accuracy):
-    """What each rank did, and how good the averaged model is."""
+    """Prints each rank's progress, and the quality of the averaged model."""
     table = Table("rank", "steps", "seconds", "accuracy", "MB sent", "wait (s)", title="HopStrategy on digits")
     for report in reports:
         table.add_row(

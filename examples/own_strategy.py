@@ -21,7 +21,7 @@ class LocalSGDStrategy(ExchangeStrategy):
     Args:
       period: Steps between two averages. Default 8.
       devices: This process's devices. Default: all GPUs that it sees, or one CPU.
-      cluster_resolver: Where the cluster is described. Default: TF_CONFIG.
+      cluster_resolver: The description of the cluster. Default: TF_CONFIG.
       communication_options: Deadlines, credentials, records.
     """
 
@@ -33,8 +33,8 @@ class LocalSGDStrategy(ExchangeStrategy):
             devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
-            identity={"period": str(period)},  # Ranks that differ in it are refused.
-            neighbors=range(cluster.world_size),  # Whom a rank exchanges messages with.
+            identity={"period": str(period)},  # Ranks with another period are refused.
+            neighbors=range(cluster.world_size),  # The ranks with which a rank exchanges messages.
         )
 
     def make_exchange(self, context):
@@ -44,7 +44,7 @@ class LocalSGDStrategy(ExchangeStrategy):
 
     def begin_training(self, groups):
         for group in groups:
-            group.exchange.changes.reset()  # What callbacks have loaded is no change.
+            group.exchange.changes.reset()  # Weights that callbacks have loaded are no change.
 
     def before_update(self, group, values, gradients):
         return gradients, None  # The rank's own gradients: each makes its own step.
@@ -52,7 +52,7 @@ class LocalSGDStrategy(ExchangeStrategy):
     def after_update(self, group, state):
         window, rest = (group.step + 1) // self._period - 1, (group.step + 1) % self._period
         tf.cond(tf.equal(rest, 0), lambda: self._average(group, window), lambda: None)
-        return tf.constant(0, tf.int64)  # No step is to be passed over.
+        return tf.constant(0, tf.int64)  # The number of steps to skip.
 
     def finish_training(self, group):
         if int(group.step) % self._period:

@@ -47,7 +47,7 @@ def build_model():
 
 
 def train_loop(config):
-    """What each worker runs."""
+    """Trains the model. Ray runs this function on each worker."""
     keras.utils.set_random_seed(0)  # The same on all ranks: they draw disjoint parts of each shuffled batch.
     x_train, x_test, y_train, y_test = load_data()
 

@@ -1,6 +1,7 @@
 """Kernels for compressed exchange: quantile sketch, 8-bit blocks, 16-bit truncation.
 
-Here they take and return tensors, eagerly and in graphs; `hop_tf.ops.arrays` has the same for NumPy arrays.
+The functions here take and return tensors, eagerly and in graphs. `hop_tf.ops.arrays` has the same functions for NumPy
+arrays.
 """
 
 from hop_tf.ops import arrays

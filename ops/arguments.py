@@ -1,4 +1,4 @@
-"""What the functions of this package check, and the constants that their implementations share."""
+"""Checks of the arguments of this package's functions, and constants that the implementations share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import tensorflow as tf
 MAX_VALUES = 2**31 - 1
 FLOAT_TYPES = (tf.float32, tf.bfloat16, tf.float16)  # In the order of the C interface's HopTfType.
 DEFAULT_BLOCK_SIZE = 512
-NUM_CODES = 256  # Of a sketch's buckets: a code is a byte.
+NUM_CODES = 256  # The number of buckets of a sketch: a code is a byte.
 
 
 def check_spacing(spacing: float) -> float:
-    """Raises ValueError unless `spacing` is in range; returns it as Python's, rounded as a TensorFlow attribute is."""
+    """Raises ValueError unless `spacing` is in range. Returns it as a float, rounded like a TensorFlow attribute."""
     rounded = float(np.float32(spacing)) if _is_a(numbers.Real, spacing) else 0.0
     if not 0 < rounded <= 1:
         raise ValueError(
@@ -25,7 +25,7 @@ def check_spacing(spacing: float) -> float:
 
 
 def check_block_size(block_size: int | None) -> int | None:
-    """Raises ValueError unless `block_size` is None or a positive integer; returns it as Python's."""
+    """Raises ValueError unless `block_size` is None or a positive integer. Returns it as an int or None."""
     if block_size is None:
         return None
     if not _is_a(numbers.Integral, block_size) or not 1 <= block_size <= MAX_VALUES:
@@ -53,5 +53,5 @@ def check_size(name: str, size: int) -> None:
 
 
 def num_blocks(size: int, block_size: int | None) -> int:
-    """ceil(size / block_size); with `block_size` None one block for all there is."""
+    """The number of blocks: ceil(size / block_size). With `block_size` None, all values are one block."""
     return -(-size // (block_size or max(size, 1)))

@@ -1,11 +1,11 @@
-"""The same functions on NumPy arrays, for code outside of graphs: the interpreter's lock is free while they compute.
+"""The functions of `hop_tf.ops` on NumPy arrays, for code outside of graphs. They release the interpreter's lock.
 
-What they compute, and their arguments, are described in `hop_tf.ops`. Two more, `quantile_sketch_accumulate` and
-`truncate16_accumulate`, are for arrays only: there is no TensorFlow operation for them and no CUDA kernel.
+`hop_tf.ops` describes the functions and their arguments. Two more, `quantile_sketch_accumulate` and
+`truncate16_accumulate`, are for arrays only: they have no TensorFlow operation and no CUDA kernel.
 
-Here values are arrays of any shape and layout (bfloat16 is `tf.bfloat16.as_numpy_dtype`), results are arrays, and `out`
-takes arrays for the results, so that memory can be used again: C-contiguous, of the right size and type, and not
-overlapping the arguments unless it says so.
+Here values are arrays of any shape and layout (bfloat16 is `tf.bfloat16.as_numpy_dtype`), and results are arrays. `out`
+takes arrays for the results, so that memory can be reused. They must be C-contiguous, of the right size and type, and
+must not overlap the arguments, unless the function says so.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hop_tf.ops.arguments import (
 _ALL_CORES = 0
 _BFLOAT16 = np.dtype(tf.bfloat16.as_numpy_dtype)
 _UINT8, _INT8, _FLOAT32 = map(np.dtype, (np.uint8, np.int8, np.float32))
-# Their numbers in the C interface.
+# The numbers of types in the C interface.
 _FLOATS = {np.dtype(each.as_numpy_dtype): number for number, each in enumerate(FLOAT_TYPES)}
 
 
@@ -44,10 +44,10 @@ def quantile_sketch_encode(
     """See `hop_tf.ops.quantile_sketch_encode`.
 
     Args:
-      values: As there.
-      spacing: As there.
+      values: As in `hop_tf.ops.quantile_sketch_encode`.
+      spacing: As in `hop_tf.ops.quantile_sketch_encode`.
       out: (codes, bucket_values).
-      num_threads: Threads to use at most; 0: as many as the process has cores.
+      num_threads: The most threads to use. 0: as many as the process has cores.
 
     Returns:
       (codes, bucket_values).
@@ -68,7 +68,7 @@ def quantile_sketch_encode(
 def quantile_sketch_decode(
     codes: np.ndarray, bucket_values: np.ndarray, *, out: np.ndarray | None = None, num_threads: int = _ALL_CORES
 ) -> np.ndarray:
-    """See `hop_tf.ops.quantile_sketch_decode`; `out` takes the values."""
+    """See `hop_tf.ops.quantile_sketch_decode`. `out` takes the values."""
     codes, bucket_values = _sketch(codes, bucket_values)
     (values,) = _results(None if out is None else [out], ("out", codes.shape, np.float32))
     if native.kernels() is None:
@@ -88,7 +88,7 @@ def quantile_sketch_accumulate(
 
     Args:
       codes: As `quantile_sketch_decode` takes them.
-      bucket_values: As there.
+      bucket_values: As `quantile_sketch_decode` takes them.
       accumulator: float32, in the shape of `codes`; writable and C-contiguous.
       num_threads: As of `quantile_sketch_encode`.
 
@@ -117,7 +117,7 @@ def int8_encode(
     out: Sequence[np.ndarray] | None = None,
     num_threads: int = _ALL_CORES,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """See `hop_tf.ops.int8_encode`; `out` is (codes, scales)."""
+    """See `hop_tf.ops.int8_encode`. `out` is (codes, scales)."""
     values = _floats("values", values)
     codes, scales = _block_results(out, values, block_size)
     if native.kernels() is None:
@@ -139,7 +139,7 @@ def int8_decode(
     out: np.ndarray | None = None,
     num_threads: int = _ALL_CORES,
 ) -> np.ndarray:
-    """See `hop_tf.ops.int8_decode`; `out` takes the values."""
+    """See `hop_tf.ops.int8_decode`. `out` takes the values."""
     codes, scales = _blocks(codes, scales, block_size)
     (values,) = _results(None if out is None else [out], ("out", codes.shape, np.float32))
     if native.kernels() is None:
@@ -160,7 +160,7 @@ def int8_accumulate(
     *,
     num_threads: int = _ALL_CORES,
 ) -> None:
-    """Adds codes * scales to `accumulator`, in place; see `hop_tf.ops.int8_accumulate`."""
+    """Adds codes * scales to `accumulator`, in place. See `hop_tf.ops.int8_accumulate`."""
     codes, scales = _blocks(codes, scales, block_size)
     (accumulator,) = _results([accumulator], ("accumulator", codes.shape, np.float32))
     if native.kernels() is None:
@@ -181,7 +181,7 @@ def int8_reduce(
     out: Sequence[np.ndarray] | None = None,
     num_threads: int = _ALL_CORES,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """See `hop_tf.ops.int8_reduce`; `out` is (codes, scales), and may be the arguments themselves."""
+    """See `hop_tf.ops.int8_reduce`. `out` is (codes, scales), and may be the arguments themselves."""
     codes, scales = _blocks(codes, scales, block_size)
     values = _floats("values", values)
     if values.shape != codes.shape:
@@ -208,7 +208,7 @@ def truncate16_encode(
     out: np.ndarray | None = None,
     num_threads: int = _ALL_CORES,
 ) -> np.ndarray:
-    """See `hop_tf.ops.truncate16_encode`; `out` takes the bfloat16 values."""
+    """See `hop_tf.ops.truncate16_encode`. `out` takes the bfloat16 values."""
     values = _floats("values", values)
     (halves,) = _results(None if out is None else [out], ("out", values.shape, _BFLOAT16))
     if native.kernels() is None:
@@ -224,7 +224,7 @@ def truncate16_encode(
 def truncate16_decode(
     halves: np.ndarray, *, out: np.ndarray | None = None, num_threads: int = _ALL_CORES
 ) -> np.ndarray:
-    """See `hop_tf.ops.truncate16_decode`; `out` takes the float32 values."""
+    """See `hop_tf.ops.truncate16_decode`. `out` takes the float32 values."""
     halves = _typed("halves", halves, _BFLOAT16)
     (values,) = _results(None if out is None else [out], ("out", halves.shape, np.float32))
     if native.kernels() is None:
@@ -269,7 +269,7 @@ def _typed(name: str, array, dtype: np.dtype) -> np.ndarray:
 
 
 def _checked(name: str, array, dtypes: Collection[np.dtype]) -> np.ndarray:
-    """As the kernels read it: contiguous, in this machine's byte order."""
+    """Returns an array for the kernels: contiguous, in this machine's byte order, with a checked type and size."""
     array = np.asarray(array, order="C")
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -309,7 +309,7 @@ def _size(block_size: int | None, values: np.ndarray) -> int:
 
 
 def _results(out: Sequence[np.ndarray] | None, *specs: tuple[str, tuple[int, ...], type]) -> list[np.ndarray]:
-    """The arrays in `out`, checked against (name, shape, dtype) each; new ones where it is None."""
+    """The arrays in `out`, each checked against its (name, shape, dtype), or new arrays if `out` is None."""
     if out is None:
         return [np.empty(shape, dtype) for _, shape, dtype in specs]
     if len(out) != len(specs):
@@ -339,7 +339,7 @@ def _copy(tensors: Sequence[tf.Tensor], arrays: Sequence[np.ndarray]) -> None:
 
 
 def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]  # In one call; `ctypes.data` makes several, and objects.
+    return array.__array_interface__["data"][0]  # Faster than `ctypes.data`, which makes several calls and objects.
 
 
 def _typed_array(values: np.ndarray) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The public functions on tensors: native operations where they were built, else TensorFlow's own."""
+"""The public functions on tensors: native operations if they were built, otherwise TensorFlow's own."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from hop_tf.ops.arguments import (
 def quantile_sketch_encode(values, spacing: float = 0.5) -> tuple[tf.Tensor, tf.Tensor]:
     """Sorts values into 256 buckets and keeps, for each bucket, the mean of its members.
 
-    What a bucket holds is weighed by count^spacing * width^(1 - spacing), where the width is that of its range: with
-    `spacing` 1 all buckets hold equally many values (quantiles), towards 0 they get equally wide. 1/3 gives the
+    Buckets have equal weights, count^spacing * width^(1 - spacing), with the width of the bucket's range. With
+    `spacing` 1 all buckets hold equally many values (quantiles). Towards 0 they get equally wide. 1/3 gives the
     smallest mean squared error.
 
-    Values are told apart by the upper 16 bits of float32 (one part in 128 to 256), and where more than 1/500 of all
-    share these, by up to 16 more; what is not told apart shares a bucket. So buckets of continuous data begin within
-    1/1000 of all values of where they should. A value that makes up more than four buckets' worth by itself, such as
-    the zeros of a sparse gradient, gets a bucket of its own and stays exact; so does every value where there are no
-    more than 256 that are told apart. Values with a magnitude below 2^-126 count as zero.
+    Values are distinguished by the upper 16 bits of float32 (one part in 128 to 256). If more than 1/500 of all values
+    share these, up to 16 more bits distinguish them. Values that are not distinguished share a bucket. So buckets of
+    continuous data begin within 1/1000 of all values of their exact places. A value that would fill more than four
+    buckets gets a bucket of its own and stays exact. An example is zero in a sparse gradient. Every value is exact if
+    at most 256 values are distinguished. Values with a magnitude below 2^-126 count as zero.
 
     Args:
-      values: Tensor of any shape of float32, bfloat16 or float16; at most 2^31 - 1 values. If one of them is not
-        finite, all decode to nan, so that a check of the decoded values sees it.
+      values: Tensor of any shape of float32, bfloat16 or float16; at most 2^31 - 1 values. If a value is not finite,
+        all decode to nan, so that a check of the decoded values sees it.
       spacing: Above 0, at most 1.
 
     Returns:
-      codes: uint8 bucket numbers, in the shape of `values`; a larger value has no smaller number.
-      bucket_values: float32[256], rising. Behind the last bucket in use its value is repeated.
+      codes: uint8 bucket numbers, in the shape of `values`. A larger value never has a smaller number.
+      bucket_values: float32[256], ascending. Behind the last bucket in use its value is repeated.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -86,7 +86,7 @@ def quantile_sketch_decode(codes, bucket_values) -> tf.Tensor:
 def int8_encode(values, block_size: int | None = DEFAULT_BLOCK_SIZE) -> tuple[tf.Tensor, tf.Tensor]:
     """Rounds the values of each block to multiples of 1/127 of the block's largest magnitude.
 
-    The error is at most half such a step, and a few units in float32's last place. A block of nothing but magnitudes
+    The error is at most half such a step, and a few units in float32's last place. A block in which all magnitudes are
     below 2^-119 decodes to zeros. A block with a value that is not finite decodes to nan.
 
     Args:
@@ -149,7 +149,7 @@ def int8_accumulate(codes, scales, accumulator, block_size: int | None = DEFAULT
     Args:
       codes: int8 tensor of any shape.
       scales: float32[ceil(size / block_size)].
-      accumulator: float32 tensor in the shape of `codes`. Its memory takes the result where nobody else needs it.
+      accumulator: float32 tensor in the shape of `codes`. The result reuses its memory if no other operation needs it.
       block_size: As in `int8_encode`.
 
     Returns:
@@ -177,7 +177,7 @@ def int8_accumulate(codes, scales, accumulator, block_size: int | None = DEFAULT
 def int8_reduce(codes, scales, values, block_size: int | None = DEFAULT_BLOCK_SIZE) -> tuple[tf.Tensor, tf.Tensor]:
     """Encodes values + codes * scales anew: one hop of a ring all-reduce.
 
-    The sum is computed in float32. Codes themselves are never added. Memory is read once where blocks have up to 1024
+    The sum is computed in float32. Codes themselves are never added. Memory is read once if blocks have up to 1024
     values, and otherwise twice.
 
     Args:
@@ -219,8 +219,8 @@ def truncate16_encode(values, round_to_nearest: bool = False) -> tf.Tensor:
         (2^-8 instead of 2^-7 of the value) and has no bias.
 
     Returns:
-      bfloat16 tensor in the shape of `values`. What is not finite stays what it is. Rounding makes infinity of what is
-      nearer to 2^128 than to the largest bfloat16.
+      bfloat16 tensor in the shape of `values`. Infinities and nan stay as they are. Rounding turns values that are
+      nearer to 2^128 than to the largest bfloat16 into infinity.
 
     Raises:
       ValueError: If there are too many values.
@@ -273,7 +273,7 @@ def _typed(name: str, values, dtype: tf.DType) -> tf.Tensor:
 
 
 def _with_num_blocks(scales: tf.Tensor, values: tf.Tensor, block_size: int | None) -> tf.Tensor:
-    """Tells the static shape of the scales, which TensorFlow's interface for operations in C cannot express."""
+    """Sets the static shape of the scales, which TensorFlow's interface for operations in C cannot express."""
     if values.shape.is_fully_defined():
         scales.set_shape([num_blocks(values.shape.num_elements(), block_size)])
     else:

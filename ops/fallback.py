@@ -1,6 +1,6 @@
-"""The kernels as TensorFlow operations, for where the native ones were not built. Same results, 10 to 100 times slower.
+"""The kernels as TensorFlow operations, if the native ones were not built. Same results, 10 to 100 times slower.
 
-Arguments have been checked by the caller. Every function works eagerly and in graphs, on any device.
+The caller must check the arguments. Every function works eagerly and in graphs, on any device.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hop_tf.ops.arguments import NUM_CODES
 
-# See kernels/constants.h for what these mean. Sizes are numbers of patterns.
+# kernels/constants.h describes these. Sizes are numbers of patterns.
 _BIN_SIZE = 1 << 16
 _NUM_BINS = (1 << 32) // _BIN_SIZE
 _REFINE_FRACTION = 500
@@ -20,7 +20,7 @@ _SMALLEST_NORMAL = 0x00800000
 
 _LARGEST_CODE = 127.0
 _SMALLEST_MAGNITUDE = 2.0**-119
-_LARGEST_SCALE = float.fromhex("0x1.020406p121")  # Times 127 it is still finite.
+_LARGEST_SCALE = float.fromhex("0x1.020406p121")  # The product with 127 is still finite.
 
 
 # The quantile sketch.
@@ -51,7 +51,7 @@ def _sketch_finite(floats: tf.Tensor, spacing: float) -> tuple[tf.Tensor, tf.Ten
     size = tf.size(floats, out_type=tf.int64)
     cells, refined, part_size = _cells(patterns, size)
 
-    # What every cell has in common, and how many patterns it has.
+    # The common bits of each cell's patterns, and the number of its patterns.
     parts = refined[:, tf.newaxis] * _BIN_SIZE + tf.range(0, _BIN_SIZE, part_size)
     cell_patterns = tf.concat([tf.range(_NUM_BINS, dtype=tf.int64) * _BIN_SIZE, tf.reshape(parts, [-1])], axis=0)
     num_cells = tf.size(cell_patterns, out_type=tf.int64)
@@ -73,13 +73,13 @@ def _sketch_finite(floats: tf.Tensor, spacing: float) -> tuple[tf.Tensor, tf.Ten
 
 
 def _patterns(floats: tf.Tensor) -> tf.Tensor:
-    """Bit patterns as int64 from 0 to 2^32 - 1; 0 for all that counts as zero."""
+    """Bit patterns as int64 from 0 to 2^32 - 1. 0 for all values that count as zero."""
     patterns = tf.cast(tf.bitcast(floats, tf.uint32), tf.int64)
     return tf.where(patterns % _SIGN < _SMALLEST_NORMAL, tf.zeros_like(patterns), patterns)
 
 
 def _cells(patterns: tf.Tensor, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The cell of each value, a bin or a part of a refined bin; the refined bins; and how many patterns a part has."""
+    """The cell of each value, a bin or a part of a refined bin; the refined bins; and the patterns in a part."""
     bins = patterns // _BIN_SIZE
     members = tf.math.unsorted_segment_sum(tf.ones_like(bins), bins, _NUM_BINS)
     is_refined = (members > tf.maximum(size // _REFINE_FRACTION, 1)) & (tf.range(_NUM_BINS) > 0)
@@ -104,7 +104,10 @@ def _exponents(patterns: tf.Tensor) -> tf.Tensor:
 
 
 def _assign_codes(patterns, widths, members, size, spacing: float) -> tf.Tensor:
-    """The code of each bin. Bins are in order of their values. On a GPU, cumulated sums need not rise: not there."""
+    """The code of each bin. Bins are in order of their values.
+
+    Runs on the processor, because cumulated sums on a GPU need not be monotonic.
+    """
     with tf.device("/cpu:0"):
         return _assign_codes_on_cpu(patterns, widths, members, size, spacing)
 
@@ -131,7 +134,7 @@ def _sums(patterns: tf.Tensor, members: tf.Tensor, low_bits: tf.Tensor) -> tf.Te
 
 
 def _bucket_values(sums, members, codes) -> tf.Tensor:
-    """The mean of each bucket's members; behind the last bucket its value again."""
+    """The mean of each bucket's members. Codes behind the last bucket have the last bucket's value."""
     means = tf.math.unsorted_segment_sum(sums, codes, NUM_CODES) / tf.maximum(
         tf.math.unsorted_segment_sum(members, codes, NUM_CODES), 1.0
     )
@@ -189,9 +192,10 @@ def _add(name: str, values: tf.Tensor, decoded: tf.Tensor) -> tf.Tensor:
 
 
 def _blocks(values: tf.Tensor, block_size: int | None) -> tf.Tensor:
-    """Shape [number of blocks, block size]; the last block is filled up with zeros."""
+    """Reshapes values to [number of blocks, block size]. The last block is padded with zeros."""
     size = tf.size(values)
-    block_size = tf.minimum(block_size or size, tf.maximum(size, 1))  # Or memory would grow with the size of a block.
+    # Without the minimum, a large block size would take much memory for few values.
+    block_size = tf.minimum(block_size or size, tf.maximum(size, 1))
     block_size = tf.maximum(block_size, 1)
     return tf.reshape(tf.pad(tf.reshape(values, [-1]), [[0, -size % block_size]]), [-1, block_size])
 

@@ -1,4 +1,4 @@
-"""Frames that go out and come in on sockets, moved by the native library: see `HopTfExchangeFrames`."""
+"""Frames that the native library sends and receives on sockets. See `HopTfExchangeFrames`."""
 
 from __future__ import annotations
 
@@ -57,24 +57,24 @@ def exchanges_frames() -> bool:
 
 
 def pieces_of(arrays: Sequence[np.ndarray]) -> ctypes.Array[Piece]:
-    """The memory of contiguous uint8 arrays, which the caller keeps alive."""
-    # `array.ctypes` takes three times as long.
+    """The memory of contiguous uint8 arrays. The caller must keep these alive."""
+    # Not `array.ctypes`, which takes three times as long.
     return (Piece * len(arrays))(*[(array.__array_interface__["data"][0], array.size) for array in arrays])
 
 
 def exchange_frames(addresses: Sequence[int], idle_milliseconds: int, total_milliseconds: int) -> None:
     """Sends frames, and receives others meanwhile, each on a socket of its own.
 
-    Awaited frames that are not complete may be passed once more.
+    Awaited frames that are not complete may be passed again to another call.
 
     Args:
-      addresses: Where the frames are. The caller keeps them alive, and the memory that they point to.
-      idle_milliseconds: The call returns if nothing goes or comes for this time.
+      addresses: Addresses of the frames. The caller must keep the frames alive, and the memory that they point to.
+      idle_milliseconds: The call returns if no bytes are sent or received for this time.
       total_milliseconds: The call returns after this time.
 
-    Blocks: until all outgoing frames are complete, or, where there are none, all awaited ones; one can no longer be
-      completed; or the time is over. When all awaited frames are there, it does not wait for a socket that takes no
-      more. Other Python threads run meanwhile.
+    Blocks: until all outgoing frames are complete or, without outgoing frames, all awaited ones; until a frame can no
+      longer be completed; or until the time is over. When all awaited frames are there, the call does not wait for a
+      socket that takes no more. Other Python threads run meanwhile.
     """
     num_frames = len(addresses)
     frames = (ctypes.c_void_p * num_frames)(*addresses)

@@ -9,25 +9,25 @@ from hop_tf.ops import native
 BLOCK_BYTES = 4096
 KEY_BYTES = BLOCK_BYTES
 _PAIRS = 8
-# So many blocks at a time stay in the processor's cache.
+# The blocks hashed at a time, few enough to stay in the processor's cache.
 _NUMPY_BLOCKS = 16
 
 
 class BlockHash:
-    """64-bit digests of blocks of 4096 bytes; `HopTfBlockHash` says how they are computed, and what they are good for.
+    """64-bit digests of blocks of 4096 bytes. `HopTfBlockHash` describes the computation and the guarantees.
 
-    They are the same with and without the native library, which takes 20 microseconds for a MB. So it keeps the
-    interpreter's lock: to give it away and to get it again would take longer. One thread may use it at a time.
+    Digests are the same with and without the native library. The library takes only 20 microseconds for a MB, so it
+    keeps the interpreter's lock: releasing and taking the lock would take longer. One thread may use a hash at a time.
 
     Args:
       key: 4096 random bytes.
 
     Attributes:
       block_bytes: Length of a block.
-      key_address: Where the key is, for native code.
+      key_address: Address of the key, for native code.
 
     Raises:
-      ValueError: If there are more or fewer.
+      ValueError: If the key has another length.
     """
 
     block_bytes = BLOCK_BYTES
@@ -42,13 +42,13 @@ class BlockHash:
         self._scratch_address = 0
 
     def digests(self, data: np.ndarray) -> np.ndarray:
-        """The digest of each block: a uint64 array whose memory the next call uses again.
+        """Returns the digest of each block: a uint64 array whose memory the next call reuses.
 
         Args:
           data: Flat uint8 array, C-contiguous, of whole blocks.
 
         Raises:
-          ValueError: If it does not consist of whole blocks.
+          ValueError: If `data` does not consist of whole blocks.
         """
         if data.nbytes % BLOCK_BYTES:
             raise ValueError(f"`data` must be blocks of {BLOCK_BYTES} bytes. Received: {data.nbytes} bytes.")

@@ -1,4 +1,4 @@
-"""Finds the native libraries, which are built with the package: kernels for processors, and TensorFlow operations."""
+"""Finds the native libraries that are built with the package: kernels for processors, and TensorFlow operations."""
 
 from __future__ import annotations
 
@@ -36,21 +36,23 @@ _FUNCTIONS = {
 
 
 def native_available() -> bool:
-    """Whether the native kernels are in use. Otherwise TensorFlow's own operations compute the same, more slowly.
+    """True if the native kernels are in use. Otherwise TensorFlow's own operations compute the same, more slowly.
 
-    They are missing where the package was built without a C++ compiler; `HOP_TF_DISABLE_NATIVE=1` in the environment
-    sets them aside.
+    The kernels are missing if the package was built without a C++ compiler. `HOP_TF_DISABLE_NATIVE=1` in the
+    environment disables them.
     """
     return kernels() is not None and operations() is not None
 
 
 def build_info() -> dict[str, object]:
-    """How the native kernels were built, for reports of errors.
+    """Describes the build of the native kernels, for reports of errors.
+
+    This asks the driver for the GPUs, so set `CUDA_VISIBLE_DEVICES` before.
 
     Returns:
-      `native` (see `native_available`), `compiler` (with the instruction set in use), `num_cores` (how many threads
-      large arrays take), `cuda` (True if the operations run on GPUs) and `cuda_error` (why not, in words; "" if they
-      do). This asks the driver for the GPUs: set `CUDA_VISIBLE_DEVICES` before.
+      `native` (see `native_available`), `compiler` (with the instruction set in use), `num_cores` (the threads that
+      large arrays take), `cuda` (True if the operations run on GPUs) and `cuda_error` (the reason if they do not, or
+      "").
     """
     library, cuda_error = kernels(), _cuda_error()
     return {
@@ -64,13 +66,13 @@ def build_info() -> dict[str, object]:
 
 @functools.cache
 def kernels() -> ctypes.CDLL | None:
-    """The library of kernels; None where there is none."""
+    """The library of kernels, or None if there is none."""
     return _load(ctypes.CDLL)
 
 
 @functools.cache
 def quick_kernels() -> ctypes.PyDLL | None:
-    """The same for calls that are over so soon that they keep the interpreter's lock."""
+    """The library of kernels for short calls, which keep the interpreter's lock. None if there is none."""
     return _load(ctypes.PyDLL)
 
 
@@ -87,7 +89,7 @@ def _load(kind: type[ctypes.CDLL]) -> ctypes.CDLL | None:
 
 @functools.cache
 def operations():
-    """The module of TensorFlow operations (`hop_tf_int8_encode`, ...); None where there is none."""
+    """The module of TensorFlow operations (`hop_tf_int8_encode`, ...), or None if there is none."""
     path = _find(_OPERATIONS)
     if path is None:
         return None
@@ -98,14 +100,14 @@ def operations():
 
 
 def _cuda_error() -> str:
-    """Loads the kernels for GPUs. Returns why the operations do not run there, or ""."""
+    """Loads the kernels for GPUs. Returns the reason that the operations do not run on GPUs, or "" if they do."""
     if kernels() is None:
         return "there are no native kernels at all"
     path = _FOLDER / _CUDA
     if not path.exists():
         return f"{_CUDA} was not built"
     try:
-        # Global: the operations find the kernels there. They register these if HopTfCudaError says "".
+        # RTLD_GLOBAL, so that the operations find the kernels. They register these if HopTfCudaError returns "".
         find_error = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL).HopTfCudaError
     except (OSError, AttributeError) as error:
         return str(error)
@@ -133,7 +135,7 @@ def _find(name: str) -> pathlib.Path | None:
     path = _FOLDER / name
     if path.exists():
         return path
-    # Once, also where several threads ask at a time: what lacks one library lacks the others that need it.
+    # Logged once, even from several threads: if one library is missing, so are the others that need it.
     logging.log_first_n(logging.WARNING, "%s", 1, _what_is_missing(name))
     return None
 
@@ -141,7 +143,7 @@ def _find(name: str) -> pathlib.Path | None:
 def _what_is_missing(name: str) -> str:
     slow = "its kernels run as TensorFlow operations, 10 to 100 times slower"
     root = _FOLDER.parent
-    if (root / "setup.py").exists():  # As when hop_tf is installed, and a program is started in the source tree.
+    if (root / "setup.py").exists():  # For instance if a program is started in the source tree of an installed hop_tf.
         return (
             f"hop_tf comes from the source tree {root}, where {name} is not built: {slow}. Build it there, by "
             "`pip install --editable .`, or start the program in another directory: then it takes the installed hop_tf."

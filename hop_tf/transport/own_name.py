@@ -1,4 +1,4 @@
-"""The names by which processes go: a process listens on what its own name stands for on its machine."""
+"""The names of processes: a process listens on the address that its own name stands for on its machine."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _PAUSE_SECONDS = 0.5
 
 
 def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float) -> None:
-    """Waits until this process's own name is known, and checks that others reach what it stands for.
+    """Waits until this process's own name is known, and checks that others reach the address that it stands for.
 
-    Where machines get their names as they start (Kubernetes), a name may be known some seconds later only. Some systems
-    let a machine's own name stand for a loopback address, such as 127.0.1.1 in /etc/hosts.
+    If machines get their names as they start (Kubernetes), a name may only be known some seconds later. On some
+    systems, a machine's own name stands for a loopback address, such as 127.0.1.1 in /etc/hosts.
 
     Args:
       addresses: "host:port" of all processes.
-      number: This one's place among them.
-      timeout_seconds: How long to wait.
+      number: The place of this process among them.
+      timeout_seconds: The time to wait.
 
     Raises:
-      DeadlineExceededError: If the name is still not known then.
-      ClusterConfigError: If it stands for a loopback address, which others with addresses of other kinds do not reach;
-        or a name that is looked up cannot be one.
+      DeadlineExceededError: If the name is not known in time.
+      ClusterConfigError: If the name stands for a loopback address, and the names of others do not; or a name that is
+        looked up is malformed.
 
-    Blocks: until the name is known, for at most `timeout_seconds`, in which those of others are looked up as well. What
-    is asked last takes as long as the system's resolver does.
+    Blocks: until the name is known, at most `timeout_seconds`. The names of others are looked up in this time, too. The
+    last look-up takes as long as the system's resolver does.
     """
     hosts = [host_of(address) for address in addresses]
     deadline = time.monotonic() + timeout_seconds
     own = _wait_for(hosts[number], deadline, timeout_seconds)
-    # An address of this kind, or "localhost", is meant so: the others may be other names of this machine.
+    # A numeric address, or "localhost", is intended. The others may be other names of this machine.
     if hosts[number] in (*own, "localhost") or not _are_loopback(own):
         return
     for other in dict.fromkeys(hosts):
         if time.monotonic() >= deadline:
-            return  # Each may take seconds where name servers do not answer.
+            return  # Each look-up may take seconds if name servers do not answer.
         found = _look_up(other) if other != hosts[number] else own
         if isinstance(found, set) and not _are_loopback(found):
             raise ClusterConfigError(
@@ -68,16 +68,16 @@ def _wait_for(host: str, deadline: float, timeout_seconds: float) -> set[str]:
 
 
 def _look_up(host: str) -> set[str] | OSError:
-    """The numeric addresses of a name; the error if there are none.
+    """Returns the numeric addresses of a name, or the error if there are none.
 
     Raises:
-      ClusterConfigError: If it cannot be a name.
+      ClusterConfigError: If the name is malformed.
     """
     try:
         return {sockaddr[0] for *_, sockaddr in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         return error
-    except UnicodeError as error:  # Python encodes names before it asks.
+    except UnicodeError as error:  # Python encodes names before it looks them up.
         raise ClusterConfigError(
             f"The parts of a host's name between its dots must have 1 to 63 characters. Received: {host!r}."
         ) from error

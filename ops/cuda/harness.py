@@ -1,7 +1,7 @@
 """Builds the CUDA kernels and calls them on NumPy arrays, for tests and benchmarks.
 
-Needs NumPy and nvcc, and neither TensorFlow nor the hop_tf package: it is loaded by its path. Device memory and timing
-come from the driver's own library, which is wherever a device is.
+Needs NumPy and nvcc, but neither TensorFlow nor the hop_tf package: it is loaded by its path. Device memory and timing
+come from the driver's own library, which every machine with a device has.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ OK, INVALID_ARGUMENT, DEVICE_ERROR = 0, 1, 3
 
 _NUM_CODES = 256  # As in kernels/constants.h.
 
-# The values of HopTfType. NumPy has no bfloat16: their patterns stand for them.
+# The values of HopTfType. NumPy has no bfloat16, so uint16 patterns stand for it.
 TYPES = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1, np.dtype(np.float16): 2}
 
 _ADDRESS, _SIZE, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 
-# `HopTfCuda<name>`: what it returns, and the types of its arguments, as in hop_tf_cuda.h.
+# `HopTfCuda<name>`: the types of its result and of its arguments, as in hop_tf_cuda.h.
 FUNCTIONS = {
     "SketchWorkspaceBytes": (_SIZE, (_SIZE,)),
     "Int8WorkspaceBytes": (_SIZE, (_SIZE, _SIZE)),
@@ -52,23 +52,23 @@ FUNCTIONS = {
 
 
 def find_nvcc() -> str | None:
-    """The compiler's path; None where there is none."""
+    """The compiler's path, or None if there is none."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(home, "bin"))
 
 
 def build(folder: str | os.PathLike, architecture: str) -> pathlib.Path:
-    """Compiles the library for one kind of device with nvcc, warnings being errors.
+    """Compiles the library for one kind of device with nvcc. Warnings are errors.
 
     Args:
-      folder: Where to put it.
+      folder: The folder for the library.
       architecture: The device's compute capability, such as "90".
 
     Returns:
       The library's path.
 
     Raises:
-      RuntimeError: If nvcc fails; the message is its output.
+      RuntimeError: If nvcc fails. The message has its output.
     """
     path = pathlib.Path(folder, LIBRARY)
     always = f"--options-file={FOLDER / 'nvcc.options'}", "--threads=0", "-Werror=all-warnings"
@@ -78,14 +78,14 @@ def build(folder: str | os.PathLike, architecture: str) -> pathlib.Path:
 
 
 def run(command: Sequence[str]) -> None:
-    """Runs a compiler; raises a RuntimeError with its output if it fails."""
+    """Runs a compiler. Raises RuntimeError with its output if it fails."""
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout}")
 
 
 def load(path: str | os.PathLike) -> ctypes.CDLL:
-    """Loads the library and declares its functions, some of which another version may lack."""
+    """Loads the library and declares its functions. A library of another version may lack some."""
     library = ctypes.CDLL(str(path))
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(library, f"HopTfCuda{name}", None)
@@ -98,7 +98,7 @@ class Device:
     """The first device: memory, and a stream of its own.
 
     Raises:
-      RuntimeError: Where there is no driver or no device.
+      RuntimeError: If there is no driver or no device.
     """
 
     _COMPUTE_CAPABILITY = (75, 76)  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
@@ -119,31 +119,31 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What the driver calls it."""
+        """The driver's name of the device."""
         name = ctypes.create_string_buffer(256)
         self._call("cuDeviceGetName", name, ctypes.c_int(len(name)), self._device)
         return name.value.decode()
 
     @property
     def architecture(self) -> str:
-        """Its compute capability, as `build` takes it."""
+        """The device's compute capability, as `build` takes it."""
         digits = [ctypes.c_int(), ctypes.c_int()]
         for digit, attribute in zip(digits, self._COMPUTE_CAPABILITY, strict=True):
             self._call("cuDeviceGetAttribute", ctypes.byref(digit), ctypes.c_int(attribute), self._device)
         return "".join(str(digit.value) for digit in digits)
 
     def allocate(self, num_bytes: int) -> int:
-        """The address of new memory, aligned to 256 bytes."""
+        """Allocates memory, and returns its address, which is aligned to 256 bytes."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(num_bytes, 1)))
         return address.value
 
     def free(self, address: int) -> None:
-        """Gives memory back."""
+        """Frees memory."""
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def write(self, address: int, array: np.ndarray) -> None:
-        """Copies an array to the device when all work before is done, and waits for that."""
+        """Copies an array to the device after all earlier work, and waits for the copy."""
         self.synchronize()  # The copy itself does not wait for the stream.
         array = np.ascontiguousarray(array)
         if array.nbytes:
@@ -152,7 +152,7 @@ class Device:
         self.synchronize()
 
     def read(self, address: int, array: np.ndarray) -> None:
-        """Fills a contiguous array with what the device holds, when all work before is done."""
+        """Fills a contiguous array from the device's memory, after all earlier work."""
         self.synchronize()
         if array.nbytes:
             target = ctypes.c_void_p(array.ctypes.data)
@@ -169,7 +169,7 @@ class Device:
         self._call("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), size, self.stream)
 
     def synchronize(self) -> None:
-        """Waits until the device has done everything."""
+        """Waits until the device has done all work."""
         self._call("cuCtxSynchronize")
 
     def seconds(self, enqueue: Callable, head_start: Callable | None = None) -> tuple[float, bool]:
@@ -217,9 +217,9 @@ class Device:
 class Arrays:
     """Arrays on a device, each `offset` elements behind an aligned address."""
 
-    _GUARD = np.full(64, 0xA5, np.uint8)  # Stands before and behind each array, and must be there afterwards.
+    _GUARD = np.full(64, 0xA5, np.uint8)  # The bytes before and behind each array, which no kernel may change.
     _FRONT = 256  # Bytes for the guard before the array; a multiple of the alignment.
-    POISON = 0x5B  # Fills new arrays, so that what a kernel does not write is wrong.
+    POISON = 0x5B  # Fills new arrays, so that elements are wrong if a kernel does not write them.
 
     def __init__(self, device: Device, offset: int = 0):
         self._device, self._offset = device, offset
@@ -227,7 +227,7 @@ class Arrays:
         self._shapes: dict[int, tuple[int, np.dtype]] = {}
 
     def empty(self, size: int, dtype: np.typing.DTypeLike) -> int:
-        """The address of an array of `size` elements, which hold a pattern that no kernel writes throughout."""
+        """Allocates an array of `size` elements, filled with `POISON`, and returns its address."""
         dtype = np.dtype(dtype)
         address = self._allocate(self._offset * dtype.itemsize, size, dtype)
         self.poison(address)
@@ -240,13 +240,13 @@ class Arrays:
             self._device.fill(address, size * dtype.itemsize, self.POISON)
 
     def put(self, array: np.ndarray) -> int:
-        """The address of a copy of `array`."""
+        """Copies `array` to the device, and returns the copy's address."""
         address = self.empty(array.size, array.dtype)
         self._device.write(address, array)
         return address
 
     def scratch(self, num_bytes: int) -> int:
-        """The address of memory that is aligned whatever the offset, with anything in it."""
+        """Allocates memory that is aligned with any offset, with undefined contents. Returns its address."""
         address = self._allocate(0, num_bytes, np.dtype(np.uint8))
         self.poison(address)
         return address
@@ -258,7 +258,7 @@ class Arrays:
         return array
 
     def check(self) -> None:
-        """Raises a RuntimeError if a kernel wrote next to any array, scratch memory included."""
+        """Raises RuntimeError if a kernel wrote next to any array, including scratch memory."""
         guard = np.empty_like(self._GUARD)
         for address, (size, dtype) in self._shapes.items():
             for side, guarded in self._guards(address, size, dtype).items():
@@ -267,7 +267,7 @@ class Arrays:
                     raise RuntimeError(f"a kernel wrote {side} an array of {size} {dtype}.")
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._device.synchronize()
         for start in self._starts:
             self._device.free(start)
@@ -275,7 +275,7 @@ class Arrays:
         self._shapes.clear()
 
     def _allocate(self, gap: int, size: int, dtype: np.dtype) -> int:
-        """The address of an array, `gap` bytes behind an aligned one, between two guards."""
+        """Allocates an array `gap` bytes behind an aligned address, between two guards. Returns its address."""
         start = self._device.allocate(self._FRONT + gap + size * dtype.itemsize + self._GUARD.size)
         self._starts.append(start)
         address = start + self._FRONT + gap
@@ -290,14 +290,14 @@ class Arrays:
 
 
 class Kernels:
-    """The kernels, on NumPy arrays. With `offset`, arrays lie so many elements behind aligned addresses."""
+    """The kernels, on NumPy arrays. Arrays lie `offset` elements behind aligned addresses."""
 
     def __init__(self, library: ctypes.CDLL, device: Device):
         self._library, self._device = library, device
 
     @contextlib.contextmanager
     def arrays(self, offset: int = 0) -> Iterator[Arrays]:
-        """Arrays on the device until the end of the block, where they are checked."""
+        """Yields arrays on the device. The end of the block checks and frees them."""
         arrays = Arrays(self._device, offset)
         try:
             yield arrays
@@ -309,14 +309,14 @@ class Kernels:
         """Calls `HopTfCuda<name>` with these arguments and the device's stream.
 
         Raises:
-          RuntimeError: If it returns an error.
+          RuntimeError: If the function returns an error.
         """
         status = getattr(self._library, f"HopTfCuda{name}")(*arguments, self._device.stream)
         if status != OK:
             raise RuntimeError(f"HopTfCuda{name}: {self._library.HopTfCudaLastError().decode()} ({status})")
 
     def workspace(self, arrays: Arrays, name: str, *sizes: int) -> int:
-        """The address of what `HopTfCuda<name>WorkspaceBytes(*sizes)` asks for."""
+        """Allocates the workspace of `HopTfCuda<name>WorkspaceBytes(*sizes)` bytes, and returns its address."""
         return arrays.scratch(getattr(self._library, f"HopTfCuda{name}WorkspaceBytes")(*sizes))
 
     def sketch_encode(self, values: np.ndarray, spacing: float = 0.5, *, offset: int = 0):

@@ -14,7 +14,7 @@ from hop_tf.tensors.packing import TensorSpec
 
 # The kernels of dense layers have two dimensions, those of convolutions more; vectors go with the kernel before them.
 _DENSE_DIMENSIONS = 2
-# By default.
+# Defaults.
 MOST_COLAYERS, _LEAST_BYTES, _LEAST_BYTES_OF_KIND = 10, 2**18, 2**14
 
 _Layer = list[int]
@@ -23,20 +23,22 @@ _Layer = list[int]
 def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[int]]:
     """Divides tensors into colayers, those of the last layers first: in the order of back-propagation.
 
-    Colayers are of consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Where a dense
-    layer follows a convolution, or the other way round, a colayer ends, as long as there are colayers left for that;
-    and then those with the most bytes are divided in the middle. By default neighbors with few bytes are joined: a
-    message of few bytes costs more than it carries. Convolutions and dense layers still stay apart, unless one has less
-    than 16 KiB: gradients of convolutions are larger, and lose more if they share a sketch with many small values. What
-    is carried along (`TensorSpec.exact`) goes with the last colayer, as it is known only at the end of a step.
+    A colayer has consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Between
+    convolutions and dense layers a new colayer begins, as long as `num_colayers` allows it. Then the colayers with the
+    most bytes are divided in the middle.
+
+    By default neighbors with few bytes are joined, because a message of few bytes costs more than it carries.
+    Convolutions and dense layers still stay apart, unless one has less than 16 KiB. Gradients of convolutions are
+    larger, and lose more if they share a sketch with many small values. Non-trainable state (`TensorSpec.exact`) goes
+    with the last colayer, because it is known only at the end of a step.
 
     Args:
       specs: The tensors, in the order of the layers.
-      num_colayers: Most colayers; at least 1. None: 10, and of neighbors none of less than 256 KiB.
+      num_colayers: The most colayers; at least 1. None: 10, and neighbors with less than 256 KiB are joined.
 
     Returns:
-      For each colayer the indices of its tensors, in descending order but for what is carried along; at least one,
-      none empty.
+      For each colayer the indices of its tensors, in descending order, with the non-trainable state last. There is at
+      least one colayer, and none is empty if there are tensors.
     """
     is_default, num_colayers = num_colayers is None, num_colayers or MOST_COLAYERS
     runs = [list(run) for _, run in itertools.groupby(_layers(specs), key=lambda layer: _convolves(specs, layer))]
@@ -52,12 +54,12 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
 
 
 def num_bytes(specs: Sequence[TensorSpec], indices: Sequence[int]) -> int:
-    """Bytes of these tensors."""
+    """The number of bytes of these tensors."""
     return sum(specs[index].num_elements * specs[index].dtype.size for index in indices)
 
 
 def _layers(specs: Sequence[TensorSpec]) -> list[_Layer]:
-    """The trained tensors of each layer, the last layer first; vectors before the first kernel are one of their own."""
+    """The trained tensors of each layer, the last layer first. Vectors before the first kernel are a layer, too."""
     layers, vectors = [], []
     for index in reversed(range(len(specs))):
         if specs[index].exact:
@@ -78,20 +80,20 @@ def _bytes_of(specs: Sequence[TensorSpec], run: Sequence[_Layer]) -> int:
 
 
 def _join_smallest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
-    """Joins those two neighbors that make the smallest colayer."""
+    """Joins the two neighbors that make the smallest colayer."""
     sizes = [_bytes_of(specs, [*first, *second]) for first, second in itertools.pairwise(runs)]
     return _joined(runs, sizes.index(min(sizes)))
 
 
 def _join_small(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]]:
-    """Joins small colayers with neighbors of the same kind; very small ones with any."""
+    """Joins small colayers with neighbors of the same kind, and very small ones with any neighbor."""
     kinds = itertools.groupby(runs, key=lambda run: _convolves(specs, run[0]))
     joined = [run for _, kind in kinds for run in _join_below(specs, list(kind), _LEAST_BYTES)]
     return _join_below(specs, joined, _LEAST_BYTES_OF_KIND)
 
 
 def _join_below(specs: Sequence[TensorSpec], runs: list[list[_Layer]], least_bytes: int) -> list[list[_Layer]]:
-    """Joins neighbors until each has at least so many bytes, or there is only one."""
+    """Joins neighbors until each has at least `least_bytes` bytes, or there is only one."""
     while len(runs) > 1 and min(_bytes_of(specs, run) for run in runs) < least_bytes:
         runs = _join_with_neighbor(specs, runs)
     return runs
@@ -111,7 +113,7 @@ def _joined(runs: list[list[_Layer]], at: int) -> list[list[_Layer]]:
 
 
 def _split_largest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]] | None:
-    """Divides that colayer of several layers which has the most bytes; None where there is none."""
+    """Divides the largest colayer with several layers. Returns None if there is none."""
     largest = max((run for run in runs if len(run) > 1), key=lambda run: _bytes_of(specs, run), default=None)
     if largest is None:
         return None

@@ -1,12 +1,13 @@
-"""Which layouts a rank under Canary contributes to, and how the ranks know when no more comes of one.
+"""The layouts that a rank under Canary contributes to, and the messages that tell when a layout is complete.
 
-A rank contributes to one layout at a time, that of the ranks that take part. When these have changed, it goes on to the
-next one, and tells the others how often it has contributed to the one before; at its last step it tells that of the
-present one. A layout of which all have told, and all has come, is settled. To ranks that join late what is under way
-then may be lost, until the next resync.
+A rank contributes to one layout at a time: that of the ranks that take part. When these ranks change, it moves to the
+next layout and tells the others how often it contributed to the previous one. At its last step it tells the number for
+the present layout. A layout is settled when all ranks have told their numbers and all contributions have come. A rank
+that joins late may miss contributions that are in flight at that moment, until the next resync.
 
-Only the roots of a layout can say that no more comes of it, and they may not know it, where those that contribute to it
-have died. So whoever hears of a layout tells its ranks, be it by a state, and though it has no part in it.
+Only the roots of a layout can announce its end. A root may not know of the layout, if the ranks that contributed to it
+have died. So a rank that hears of a layout tells the layout's ranks. It does so even if it takes no part in the layout,
+or has heard of it only from another rank's state.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from hop_tf.strategies.canary.pieces import PieceThread
 from hop_tf.strategies.canary.replica import Replica
 from hop_tf.transport.base import Message
 
-# So many iterations after a rank has left, what it has sent before, and is under way, can be summed up.
+# A rank announces a move this many iterations late. Until then, in-flight contributions of a rank that has left count.
 _LINGER = 8
 
 
 class Contributions:
-    """The contributions of one rank, and what the others have told of theirs.
+    """The contributions of one rank, and the numbers that the others have told of theirs.
 
     Args:
-      membership: Who takes part.
-      replica: Layouts, and what was merged of them.
-      peers: What is known of the others.
+      membership: The ranks that take part.
+      replica: The layouts, and the record of what was merged.
+      peers: The state of the other ranks.
       channel: Sends messages.
-      threads: Those that wait for contributions.
+      threads: The threads that wait for contributions.
       held: Own contributions that are kept back.
       num_colayers: k.
 
     Attributes:
-      layout: The one that this rank contributes to; None before its first iteration.
+      layout: The layout that this rank contributes to. None before its first iteration.
     """
 
     def __init__(
@@ -71,10 +72,10 @@ class Contributions:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the session that was."""
+        """Forgets the previous session."""
         self._num_lost_before, self._settled = self.num_lost, []
-        self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks that know from here that there are these.
-        self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # All layouts, and the ranks, as all were told.
+        self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks that were told of them.
+        self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # The layouts and ranks at the last look.
         self.layout: Layout | None = None
         self._known_present: bytes | None = None
         self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not told yet.
@@ -84,13 +85,13 @@ class Contributions:
         )
 
     def add(self, colayer: int) -> None:
-        """This rank has contributed to a colayer of the present layout."""
+        """Counts a contribution of this rank to a colayer of the present layout."""
         self._sent[self.layout.key][colayer] += 1
 
     # Ranks that leave, or join late.
 
     def look_at_departures(self) -> None:
-        """Ranks that have left are waited for no more, be it that another process had taken their place unheard."""
+        """Stops waiting for ranks that have left, even if new processes took their place before this rank noticed."""
         if (present := self._peers.present_key()) != self._known_present:
             self._known_present = present
             with self._replica.lock:
@@ -99,23 +100,23 @@ class Contributions:
             self.recheck()
 
     def admit(self, rank: int) -> None:
-        """A rank joins: it counts again."""
+        """Counts a rank that joins again."""
         with self._replica.lock:
             self._replica.gei.include(rank)
         self.recheck()
 
     def move(self, k: int) -> Layout:
-        """From iteration k on, this rank contributes to the layout among those that take part."""
+        """From iteration k on, contributes to the layout of the ranks that take part, and returns this layout."""
         before = self.layout
         if before is None or not self._peers.are_all_in(before):
             self.layout = self._replica.layout(self._peers.present_key())
             self.recheck()
-            if max(self.layout.key) > 1:  # Else nobody can have been in an earlier one.
+            if max(self.layout.key) > 1:  # Otherwise there was no earlier layout.
                 self._moves.append((k, None if before is None else before.key, self.layout.key))
         return self.layout
 
     def free_layouts(self, *, gives_up: bool = False) -> None:
-        """Frees those that this rank has left, and of which no more comes here.
+        """Frees the layouts that this rank has left, and of which nothing more comes here.
 
         Args:
           gives_up: True if roots could not fill gaps. Then layouts with gaps are freed, too.
@@ -133,15 +134,15 @@ class Contributions:
                     for thread in self._threads:
                         thread.forget(layout.key)
 
-    # What ranks tell each other.
+    # Messages between ranks.
 
     def tell_old_moves(self, k: int) -> None:
-        """In iteration k, tells the others of layouts that this rank has left some iterations ago."""
+        """In iteration k, tells the others of layouts that this rank left more than `_LINGER` iterations ago."""
         while self._moves and self._moves[0][0] < k - _LINGER:
             self._tell_move()
 
     def tell_end(self) -> None:
-        """Tells the others that this rank has made its last step, and does not contribute again."""
+        """Tells the others that this rank has made its last step and contributes nothing more."""
         while self._moves:
             self._tell_move()
         key, rank = self.layout.key, self._membership.rank
@@ -153,14 +154,14 @@ class Contributions:
         self.recheck()
 
     def tell_newcomer_of_end(self, newcomer: int) -> None:
-        """This rank has made its last step before another one has joined: it contributes to nothing that they share.
+        """Tells a rank that joined after this rank's last step that this rank contributes to no layout of both.
 
-        It counts in no layout, and makes none known.
+        The message has no counts and makes no layout known.
         """
         self._tell([newcomer], MessageKind.DONE, self._peers.present_key(), [])
 
     def _tell_move(self) -> None:
-        """Tells how often this rank has contributed to the layout before, and that it contributes to no other one."""
+        """Tells the present layout, and how often this rank has contributed to the previous one."""
         _, before, key = self._moves.popleft()
         rank = self._membership.rank
         with self._monitor:
@@ -188,14 +189,14 @@ class Contributions:
             self._channel.send(rank, header, payload)
 
     def receive(self, header: Header, message: Message) -> None:
-        """Another rank has told how often it has contributed to a layout; the monitor is held."""
+        """Takes another rank's message about how often it has contributed to a layout. The monitor must be held."""
         key = message.payload.tobytes()
         if header.kind is MessageKind.DONE and header.contributions:
             key = header.key
         if len(key) not in (0, len(header.key)) or len(header.contributions) != (self._num_colayers if key else 0):
             raise ProtocolError(f"rank {message.sender} tells of {len(header.contributions)} colayers.")
         rank = self._membership.rank
-        # Of others nothing comes here.
+        # Nothing of other layouts comes here.
         if key and key[rank] == self._peers.key_of(rank) and not self._replica.is_freed(key):
             self.hear_of(key)
             self._peers.has_contributed(message.sender, key, [count for count, _ in header.contributions])
@@ -206,7 +207,7 @@ class Contributions:
         self.recheck()
 
     def hear_of(self, key: bytes) -> Layout:
-        """The layout of that key, which may be new here.
+        """Returns the layout of a key, which may be new here.
 
         Raises:
           ProtocolError: As `Replica.layout` does.
@@ -218,14 +219,17 @@ class Contributions:
         return layout
 
     def recheck(self) -> None:
-        """Whether more can come of a piece depends on what ranks have told, be it before its layout was known here."""
+        """Checks again which pieces are complete, after news of a rank or a layout.
+
+        Counts that ranks have told may concern a layout that was unknown here until now.
+        """
         with self._monitor:
             self._tell_of_layouts()
         for thread in self._threads:
             thread.recheck()
 
     def _tell_of_layouts(self) -> None:
-        """Tells the ranks of each layout that there is this one, if they were not told; the monitor is held."""
+        """Tells the ranks of each layout that it exists, unless they were told. The monitor must be held."""
         keys, present = dict.fromkeys(self._replica.known_keys()), self._peers.present_key()
         if (keys, present) == self._looked_at:
             return
@@ -233,15 +237,15 @@ class Contributions:
         for key in keys:
             if new := [rank for rank in self._peers.alive(key) if (key, rank) not in self._told]:
                 self._told.update((key, rank) for rank in new)
-                # Not here: what has received something must not wait until something is sent.
+                # On another thread, because a thread that receives must not wait for sending.
                 self._threads[0].put(functools.partial(self._tell, new, MessageKind.HEARD, key, []))
 
-    # What is under way.
+    # Contributions in flight.
 
     def late_ranks(self, most: int) -> set[int]:
-        """Ranks by way of which pieces go that have so many own contributions under way; the monitor is held.
+        """The ranks on the paths of pieces with at least `most` own contributions in flight.
 
-        Nobody, where this rank has missed sums: its own contributions may be in these.
+        Empty while this rank lacks sums, because its own contributions may be in these. The monitor must be held.
         """
         layout, rank = self.layout, self._membership.rank
         if layout is None or not self._peers.are_all_in(layout) or self._replica.gaps:
@@ -251,21 +255,21 @@ class Contributions:
         return {each for piece in late if self._binds(layout, piece) for each in layout.path(piece, rank)}
 
     def _binds(self, layout: Layout, piece: Piece) -> bool:
-        """True if what is under way of a piece is waited for: not what is, or can be, kept back."""
+        """True if the window counts a piece's in-flight contributions: they are not kept back, and cannot be."""
         num_held = self._held.num_iterations(layout, piece)
         if self._held.is_silent(layout, piece):
             return num_held >= self._held.max_iterations
         return num_held == 0
 
     def unsettled_ranks(self) -> set[int]:
-        """Ranks by way of which more of a piece may come here, this one included; the monitor is held."""
+        """The ranks by way of which more of a piece may come here, possibly this one. The monitor must be held."""
         is_settled = self._peers.is_settled
         pieces = ((layout, piece) for layout in self._replica.layouts() for piece in layout.pieces)
         unsettled = ((layout, piece) for layout, piece in pieces if not is_settled(layout, piece))
         return {rank for layout, piece in unsettled for rank in self._sources(layout, piece)}
 
     def _sources(self, layout: Layout, piece: Piece) -> Sequence[int]:
-        """Those of one piece: where this rank is its root, all that take part."""
+        """The ranks by way of which one piece comes: its path to the root, or at the root all that take part."""
         if piece.root == self._membership.rank:
             return [rank for rank in layout.ranks if self._peers.takes_part(layout, rank)]
         return layout.path(piece, self._membership.rank)
@@ -274,12 +278,12 @@ class Contributions:
         return all(self._peers.is_settled(layout, piece) for piece in layout.pieces)
 
     def _roots_of_gaps(self, layout: Layout) -> set[int]:
-        """The roots that have merged what this rank lacks of a layout, without those that have left."""
+        """The roots that have merged what this rank lacks of a layout, except roots that have left."""
         pieces = self._replica.pieces_with_gaps()
         return self._peers.roots_that_take_part(each for each in pieces if each[0] is layout)
 
     def settle(self) -> None:
-        """No more comes of any layout."""
+        """Records that nothing more comes of any layout."""
         for layout in self._replica.layouts():
             self._settle(layout)
 
@@ -289,9 +293,9 @@ class Contributions:
 
     @property
     def num_lost(self) -> int:
-        """Pieces of own contributions that nobody has sent out, or not to here, and that cannot come any more.
+        """The number of pieces of own contributions that were not merged here and can no longer come.
 
-        What waited to be merged when its layout was settled is none, and what a state holds that was taken since.
+        A piece that is merged after its layout was settled does not count, nor does one in a state that is taken later.
         """
         rank = self._membership.rank
         return self._num_lost_before + sum(int(np.sum(sent - ledger.merged[:, rank])) for ledger, sent in self._settled)

@@ -1,4 +1,4 @@
-"""How the pieces of Canary travel: encoded by the graph, or by a codec."""
+"""The encoding of Canary's pieces, by the graph or by a codec."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from hop_tf.strategies.canary.layout import Piece
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing
 
-# What a codec sends beside the values, such as bucket values, is more than it saves where there are fewer.
+# With fewer values, a codec's metadata (such as bucket values) takes more bytes than the codec saves.
 _MIN_ENCODED_VALUES = 512
 
 
 class PieceEncoding:
-    """Encodes what ranks contribute to pieces, adds it up, and decodes it.
+    """Encodes contributions to pieces, adds them up, and decodes them.
 
     Args:
-      network: Whose routes pieces take.
+      network: The network whose routes pieces take.
       world_size: n.
       parts: The packing of each colayer.
-      codec: What float32 values are encoded with, but for those that must not be changed.
-      pool: Where large arrays come from.
+      codec: Encodes float32 values, except values that must stay exact.
+      pool: The source of large arrays.
 
     Attributes:
       sizes: For each colayer and bucket, the number of values.
-      starts: For each colayer and bucket, where the colayer begins in the vector of all.
-      granularity: Vectors should be cut at multiples of so many values.
-      is_encoded: For each colayer and bucket, whether the graph has encoded what it hands out.
+      starts: For each colayer and bucket, the colayer's start in the vector of all colayers.
+      granularity: Vectors should be cut at multiples of this number of values.
+      is_encoded: For each colayer and bucket, True if the graph encodes the bucket.
     """
 
     def __init__(self, network: Network, world_size: int, parts: Sequence[Packing], codec: Codec, pool: BufferPool):
@@ -60,10 +60,9 @@ class PieceEncoding:
         ]
 
     def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Emits the ops that encode those buckets of a colayer that `is_encoded` tells, each as a whole.
+        """Emits the ops that encode the buckets of a colayer for which `is_encoded` is True, each as a whole.
 
-        They keep their types, as which TensorFlow's queues take the bytes: buckets are padded, so that these are whole
-        values.
+        Buckets keep their types, because TensorFlow's queues need these. Padding makes the bytes fill whole values.
         """
         return [
             tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)
@@ -73,14 +72,14 @@ class PieceEncoding:
         ]
 
     def cut(self, piece: Piece, bucket: np.ndarray, share: float) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """The part of a colayer's bucket that is a piece, times a share: as values, or encoded where the bucket is."""
+        """Returns a piece of a colayer's bucket times a share: values and None, or None and the encoded bytes."""
         where = self._within(piece)
         if self.is_encoded[piece.colayer][piece.bucket]:
             return None, self._codecs[piece.bucket].part(bucket.view(np.uint8), where, share, self._pool)
         return bucket[where] * bucket.dtype.type(share), None
 
     def add_own(self, piece: Piece, bucket: np.ndarray, total: np.ndarray) -> None:
-        """Adds the same part at its full size to `total`: what stands in for the mean until that is there."""
+        """Adds a piece of a colayer's bucket to `total`, at full size. It stands in for the mean until that comes."""
         where = self._within(piece)
         if self.is_encoded[piece.colayer][piece.bucket]:
             self._codecs[piece.bucket].accumulate_part(bucket.view(np.uint8), where, total)
@@ -88,7 +87,7 @@ class PieceEncoding:
             np.add(total, bucket[where], out=total)
 
     def _within(self, piece: Piece) -> slice:
-        """Where a piece is in its colayer's bucket."""
+        """The place of a piece in its colayer's bucket."""
         start = self.starts[piece.colayer][piece.bucket]
         return slice(piece.where.start - start, piece.where.stop - start)
 
@@ -100,16 +99,16 @@ class PieceEncoding:
         values: np.ndarray | None = None,
         data: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Adds a contribution, as values or encoded, to what has come for a piece.
+        """Adds a contribution, given as values or encoded, to the sum of a piece.
 
         Args:
           piece: The piece.
-          total: The sum of what has come. It may be changed. None: nothing.
-          values: The contribution, to which nobody writes any more but this.
-          data: The same, encoded.
+          total: The sum so far, or None if nothing has come. It may be changed.
+          values: The contribution. The sum may use its memory: the caller must not write to it.
+          data: The contribution, encoded.
 
         Returns:
-          The sum of that and the contribution.
+          The new sum.
         """
         if values is None:
             total = self.zeros(piece) if total is None else total
@@ -129,7 +128,7 @@ class PieceEncoding:
         self._codec_of(piece).accumulate(data, total)
 
     def zeros(self, piece: Piece) -> np.ndarray:
-        """A sum of nothing."""
+        """A new sum of a piece, with zeros."""
         size, dtype = piece.where.stop - piece.where.start, self.dtype_of(piece)
         total = self._pool.take(size * dtype.itemsize).view(dtype)
         total.fill(0)

@@ -1,9 +1,10 @@
-"""How ranks under Canary agree on who ends a `fit` together.
+"""The agreement of ranks under Canary on the set of ranks that end a `fit` together.
 
-In the end weights become the mean of all replicas, and whoever has that leaves. A rank that joins meanwhile cannot be
-in it: some may have ended already. So everybody tells which ranks it knows to have joined, when all of those have made
-their last step, and takes part in no other mean than that of these, unless one of them tells of more. If none does, all
-have told the same, and know so. Who joins later comes too late, and hears that in the end.
+At the end, the weights become the mean of all replicas, and a rank that has this mean leaves. A rank that joins
+meanwhile cannot be in the mean, because some ranks may have ended already. So each rank waits until all known ranks
+have made their last step, and then announces the set of ranks it knows. It joins only the mean over exactly that set.
+If an announcement names further ranks, the rank announces again. Otherwise all ranks have announced the same set, and
+know it. A rank that joins later is too late, and learns so at its end.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Ending:
     """The end of one rank's `fit`.
 
     Args:
-      membership: Waiting.
-      peers: What is known of the others.
-      contributions: What is under way.
+      membership: Waits for ranks.
+      peers: The state of the other ranks.
+      contributions: The contributions in flight.
       channel: Sends messages.
       flow_control: Waits for the others' last steps.
       fill_gaps: `fill_gaps(k)` takes the state of another rank, if this one lacks something.
@@ -47,10 +48,10 @@ class Ending:
         self._fill_gaps = fill_gaps
 
     def agree(self, k: int) -> bytes:
-        """Waits until all that end together know each other, have made their last step, and have merged all.
+        """Waits until the ranks that end together know each other, have made their last step, and have merged all.
 
         Returns:
-          The incarnations in which ranks end together; see `Peers.incarnations`. Those that have left do not count.
+          The incarnations in which ranks end together: see `Peers.incarnations`. Ranks that have left do not count.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -64,7 +65,7 @@ class Ending:
             with self._membership.monitor:
                 if not self._telling_of_more(incarnations):
                     return incarnations
-            # Then this rank has heard of them, too.
+            # Until this rank has heard of these ranks, too.
             self._wait(lambda: self._telling_of_more(self._peers.incarnations()), k)
 
     def _tell(self) -> bytes:
@@ -76,13 +77,13 @@ class Ending:
         return incarnations
 
     def _missing(self, incarnations: bytes) -> list[int]:
-        """Who has to say the same still; nobody, where somebody tells of more."""
+        """The ranks that have not yet announced the same set. Empty if a rank has announced further ranks."""
         if self._telling_of_more(incarnations):
             return []
         return [rank for rank in self._peers.alive(incarnations) if self._peers.ending.get(rank) != incarnations]
 
     def _telling_of_more(self, incarnations: bytes) -> list[int]:
-        """Those that know of ranks which have joined later."""
+        """The ranks that have announced further ranks, which joined later."""
         return [
             rank for rank in self._peers.alive(incarnations) if is_past(incarnations, self._peers.ending.get(rank, b""))
         ]

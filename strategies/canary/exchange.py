@@ -34,9 +34,10 @@ from hop_tf.tensors.packing import Packing
 from hop_tf.transport.base import Message
 
 _JOIN_SECONDS = 5.0
-# Two ranks may each lack what the other one has, in layouts that overlap. They give up those of the past.
+# Two ranks may each lack sums that the other one has, in layouts that overlap. After this many vain pulls, a rank gives
+# up the past layouts.
 _MAX_IN_VAIN = 8
-# In the end, messages to the rank that is asked may be on their way for some time.
+# At the end, messages to the rank that is asked may still be in flight.
 _MAX_PULLS, _PULL_PAUSE_SECONDS = 100, 0.1
 _MIN_INBOX_BYTES = 64 * 2**20
 _INBOX_REPLICAS = 8
@@ -44,16 +45,16 @@ _INBOX_REPLICAS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AsyncSettings:
-    """What an asynchronous exchange is told.
+    """The settings of an asynchronous exchange.
 
     Attributes:
-      network: Whose routes pieces take.
+      network: The network whose routes pieces take.
       thresholds: s and p.
-      codec: What contributions are encoded with.
-      sync_interval: Iterations between two resyncs; None: there are none.
+      codec: Encodes contributions.
+      sync_interval: Iterations between two resyncs, or None for no resyncs.
       max_in_flight: See `hop_tf.CanaryStrategy`.
-      inbox_bytes: The most that is received and not merged on each of the network's threads before others wait.
-        Default None: eight times the bytes of the weights, at least 64 MiB.
+      inbox_bytes: The most bytes that each of the network's threads may have received and not merged. With more, the
+        other ranks wait. Default None: eight times the bytes of the weights, at least 64 MiB.
     """
 
     network: Network
@@ -65,28 +66,28 @@ class AsyncSettings:
 
 
 class CanaryExchange(Exchange, Joiner):
-    """Sends out contributions, and merges those of all ranks, without waiting for anybody's computation.
+    """Sends contributions, and merges those of all ranks, without waiting for any rank's computation.
 
-    The segments of a step are its colayers. When the last one is handed out, the weights come back, as `merge_segment`.
-    Step `start_step` begins with `start_segment`, which hands out the weights as they are; and after the last one comes
-    `finish_segment`.
+    The segments of a step are its colayers. The weights come back as `merge_segment`, after the graph has handed out
+    the last colayer. Step `start_step` begins with `start_segment`, in which the graph hands out its weights. After the
+    last step comes `finish_segment`.
 
     Args:
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
-      settings: The rest.
-      part_of: What this rank's step is multiplied by on its way to some ranks, itself included: over these, the
-        factors add up to 1, but for the steps in which measured shares change. Default: 1 over their number.
+      settings: The other settings.
+      part_of: `part_of(ranks)` is the factor for this rank's step on its way to these ranks, which include this one.
+        The ranks' factors add up to 1, except in steps in which measured shares change. Default: 1 / len(ranks).
 
     Attributes:
       members: For each colayer, the indices of its variables.
       order: The variables of `merge_segment`, in order: colayer by colayer.
-      changes: What this rank changes of them.
+      changes: The changes that this rank makes to these variables.
       colayers: The colayer of each variable.
       start_step: int64 variable: the first step that this rank makes.
-      num_left: int64 variable: how many colayers have left in the step that has ended last, the first ones; the others
-        were dropped.
-      replica: The weights and what was merged into them.
+      num_left: int64 variable: the number of colayers that were sent in the latest step. They are the first ones; the
+        others were dropped.
+      replica: The weights and the record of what was merged into them.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class CanaryExchange(Exchange, Joiner):
         self._contributions = Contributions(
             membership, self.replica, self._peers, self._channel, self._threads, self._held, len(members)
         )
-        # On each edge one may be held up, for a rank that is slow, until the next one comes.
+        # On each edge of a route, one message may wait for a slow rank's until the next one comes.
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
         window = settings.max_in_flight + depth - 1
         self._flow_control = FlowControl(
@@ -133,7 +134,7 @@ class CanaryExchange(Exchange, Joiner):
         self._ending = Ending(
             membership, self._peers, self._contributions, self._channel, self._flow_control, self._fill_gaps
         )
-        # Ranks join meanwhile: which of them take part is agreed on before.
+        # Ranks may join meanwhile, so `Ending` decides which ranks take part.
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh", recovers=False)
         self._num_dropped = self._num_late = 0
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -168,7 +169,7 @@ class CanaryExchange(Exchange, Joiner):
         with self._monitor:
             for thread in self._threads:
                 thread.pause()
-            # From here on nothing of the session before is sent, and nothing comes in between.
+            # From here on nothing of the previous session is sent, and nothing arrives while the monitor is held.
             for thread in self._threads:
                 thread.reset()
             self.replica.reset()
@@ -193,7 +194,7 @@ class CanaryExchange(Exchange, Joiner):
     # Steps.
 
     def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Step 4: colayers are sketched where they are computed. What has no op for that is encoded piece by piece."""
+        """Step 4: sketches colayers on the device that computes them. Codecs without an op encode piece by piece."""
         return self.replica.encoding.emit_encode(segment, buckets) if segment < len(self.members) else buckets
 
     def step(self, outgoing: Outgoing) -> Incoming | None:
@@ -219,7 +220,7 @@ class CanaryExchange(Exchange, Joiner):
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)
         if self._has_joined:
-            self.replica.is_complete = False  # What the others have merged since they gave these weights is missing.
+            self.replica.is_complete = False  # It lacks what the others have merged since they gave these weights.
             k = int(self.start_step)
             self._contributions.move(k)
             self._pull(k)
@@ -227,7 +228,7 @@ class CanaryExchange(Exchange, Joiner):
             thread.open()
 
     def _enter(self, k: int) -> None:
-        """Begins to send what iteration k has computed."""
+        """Begins to send the colayers of iteration k."""
         self._contributions.look_at_departures()
         if self._silence.ranks:
             with self._monitor:
@@ -243,7 +244,7 @@ class CanaryExchange(Exchange, Joiner):
         self._iteration, self._is_dropping, self._num_left = k, False, 0
 
     def _send_colayer(self, k: int, colayer: int, buckets: Sequence[np.ndarray]) -> None:
-        """Steps 2 to 4: a colayer leaves, unless this rank is overtime."""
+        """Steps 2 to 4: sends a colayer, unless this rank is overtime."""
         with self.replica.lock:
             staleness = self.replica.gei.staleness(k)
         if self._is_dropping or self._settings.thresholds.is_overtime(staleness, self._num_left):
@@ -258,7 +259,7 @@ class CanaryExchange(Exchange, Joiner):
         self._num_left += 1
 
     def _contribute(self, layout: Layout, piece: Piece, bucket: np.ndarray, k: int, part: float) -> None:
-        """Sends a piece of a colayer on its way, or adds it to what others send here; until then it stands in."""
+        """Contributes a piece of a colayer, or keeps it back. Until it is merged, it stands in for the mean here."""
         is_held = self._held.takes(layout, piece)
         joins_last = is_held and self._held.num_iterations(layout, piece) > 0
         self.replica.stand_in(layout, piece, bucket, joins_last=joins_last)
@@ -276,7 +277,7 @@ class CanaryExchange(Exchange, Joiner):
         values: np.ndarray | None,
         data: np.ndarray | None,
     ) -> None:
-        """Sends this rank's contribution of some iterations, given as values or encoded, or adds it to the others'."""
+        """Sends this rank's contribution of some iterations, or adds it to those that other ranks send here."""
         contributions = tuple((self._membership.rank, iteration) for iteration in iterations)
         if piece.parent is None or piece.children:
             self._threads[piece.thread].contribute(layout, piece, contributions, values=values, data=data)
@@ -287,7 +288,7 @@ class CanaryExchange(Exchange, Joiner):
         self._channel.send(piece.parent, header, [data], piece.parent_level)
 
     def _end_iteration(self, k: int) -> Incoming:
-        """Steps 5 and 6: the weights as they are, and how far ahead others are."""
+        """Steps 5 and 6: returns the present weights, and the number of iterations to skip."""
         if self._is_dropping or self.replica.gaps:
             self._pull(k)
         if self._is_dropping or self._was_dropping:
@@ -299,7 +300,7 @@ class CanaryExchange(Exchange, Joiner):
         return Incoming(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
 
     def _pull(self, k: int, *, waits_for_silent: bool = False) -> None:
-        """Takes the state of a faster rank, and with it the layouts that it knows."""
+        """Takes the state of a faster rank, and with it the layouts that the other rank knows."""
         self._contributions.free_layouts(gives_up=self._num_in_vain >= _MAX_IN_VAIN)
         gaps = set(self.replica.gaps)
         self._pulling.pull(k, waits_for_silent=waits_for_silent)
@@ -313,7 +314,7 @@ class CanaryExchange(Exchange, Joiner):
         self._contributions.recheck()
 
     def _fill_gaps(self, k: int) -> None:
-        """Takes what this rank has missed from the roots, which have ended their steps.
+        """Takes the sums that this rank has missed from the roots, which have ended their steps.
 
         The sums of a root that has left may be lost.
 
@@ -332,17 +333,18 @@ class CanaryExchange(Exchange, Joiner):
         )
 
     def _finish(self, k: int, changes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Waits until all have made their last step, and all that was sent is merged; then evens out what is left.
+        """Waits until all have made their last step, and all that was sent is merged. Then averages the replicas.
 
         Args:
-          k: How many steps this rank has made.
-          changes: What it has changed since the last one; their mean over the ranks is added. Empty: nothing.
+          k: The number of steps that this rank has made.
+          changes: This rank's changes since its last step, or empty arrays if there are none. Their mean over the ranks
+            is added to the weights.
 
         Returns:
           The weights, equal on all ranks.
 
         Raises:
-          PeerLostError: If others have ended without this rank: it has joined too late, or one has died just now.
+          PeerLostError: If others have ended without this rank. It has joined too late, or a rank died at the end.
           HopError: As `Membership.wait` does.
         """
         self._contributions.look_at_departures()
@@ -358,7 +360,7 @@ class CanaryExchange(Exchange, Joiner):
             before_commit=self._commit,
             training_step=k,
         )
-        self._commit()  # Also where it was alone: who joins from now on comes too late.
+        self._commit()  # Also if this rank is alone: a rank that joins from now on is too late.
         self.replica.begin(means)
         return tuple(means)
 
@@ -377,7 +379,7 @@ class CanaryExchange(Exchange, Joiner):
     def admit(self, rank: int, step: int) -> int:
         self._peers.begin_incarnation(rank)
         self._contributions.admit(rank)
-        if self._membership.rank in self._peers.done:  # Those that were told were others.
+        if self._membership.rank in self._peers.done:  # This rank told of its end before the new one joined.
             self._threads[0].put(functools.partial(self._contributions.tell_newcomer_of_end, rank))
         return self._iteration
 
@@ -385,10 +387,10 @@ class CanaryExchange(Exchange, Joiner):
 
     def _on_message(self, message: Message) -> None:
         header, rank = Header.unpack(message, self._membership.world_size), self._membership.rank
-        # A rank that knows of this incarnation may send what belongs to an earlier one: layouts outlast their ranks.
+        # Layouts outlast their ranks: a rank that knows this incarnation may send messages for an earlier one.
         if header.key[rank] != self._peers.key_of(rank):
-            return  # It is in the state that this rank has taken.
-        if header.newest > self.replica.gei.newest:  # Else this would wait, with the monitor held, for a merge.
+            return  # The state that this rank has taken contains the message.
+        if header.newest > self.replica.gei.newest:  # Rarely: taking the lock here may wait, with the monitor held.
             with self.replica.lock:
                 self.replica.gei.start(header.newest)
         if self._silence.ranks:
@@ -406,7 +408,7 @@ class CanaryExchange(Exchange, Joiner):
         elif header.kind is MessageKind.STATE:
             self._pulling.receive(message.sender, message.payload)
         elif header.kind is MessageKind.PULL:
-            self._contributions.free_layouts()  # A state tells which ones were.
+            self._contributions.free_layouts()  # The state tells which layouts were freed.
             sender, key = message.sender, header.key
             self._threads[0].answer(lambda has_state: self._pulling.answer(sender, key, has_state=has_state))
         elif header.kind is MessageKind.ENDING:
@@ -435,18 +437,20 @@ class CanaryExchange(Exchange, Joiner):
         }
 
     def counters(self) -> Mapping[str, float]:
-        """What became of contributions.
+        """The counts of contributions, messages and waits.
 
         Returns:
-          `overtime_drops`: colayers of this rank that were dropped; `contributions_lost`: pieces of this rank's
-          colayers that were sent on ways through ranks that have left, and have not come back, or are not in a state
-          that was taken since, counted when no more can come; `contributions_late`: pieces that ranks which have left
-          had sent, and that came when nobody waited for them any more, be it that a state held them, or that it lacked
-          what was before them; `pulls` of another rank's state, and `pulls_rejected`; `messages_merged`, and
-          `duplicates`, which were not; `resyncs` of pieces; `inbox_waits`: iterations that began late as an inbox was
-          full, here or elsewhere; `window_waits`: those that began late as too many of this rank's own had not come
-          back merged (`max_in_flight`); and `silences`: how many times a rank was found to be silent, and not waited
-          for.
+          `overtime_drops`: colayers of this rank that were dropped.
+          `contributions_lost`: pieces of this rank's colayers that were sent by way of ranks that have left, and did
+          not come back. Pieces in a state that was taken since do not count. A piece counts once nothing more can come.
+          `contributions_late`: pieces from ranks that have left which came too late to be merged: a state held them, or
+          lacked messages before them.
+          `pulls` and `pulls_rejected`: states of other ranks that were taken, and attempts without success.
+          `messages_merged`, and `duplicates`, which were ignored.
+          `resyncs`: pieces that were resynced.
+          `inbox_waits`: iterations that began late because an inbox was full, here or on another rank.
+          `window_waits`: iterations that began late because too many own ones were in flight (`max_in_flight`).
+          `silences`: the number of times that a rank was found silent and not waited for.
         """
         outcomes = self.outcomes()
         return {
@@ -464,11 +468,11 @@ class CanaryExchange(Exchange, Joiner):
         }
 
     def gauges(self) -> Mapping[str, float]:
-        """Where this rank is.
+        """The progress of this rank, and what it keeps.
 
         Returns:
-          `staleness`: how many iterations its present one is behind; `proportion`: how many colayers of that have left;
-          `gei_rows` and `layouts` that are kept; `inbox_bytes` that are to be merged.
+          `staleness`: the iterations by which the present one is behind; `proportion`: the colayers of the present
+          iteration that were sent; `gei_rows` and `layouts` that are kept; `inbox_bytes` that are to be merged.
         """
         with self.replica.lock:
             gei = self.replica.gei

@@ -1,6 +1,6 @@
 """`FlowControl`: a rank under Canary waits for communication and, after its own last step, for the others' last step.
 
-Only at the end does it wait for a silent rank.
+It waits for a silent rank only at the end.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from hop_tf.strategies.canary.pieces import PieceThread
 
 
 class FlowControl:
-    """The waiting of one rank. Each method blocks until that has come, and raises what `Membership.wait` does.
+    """The waiting of one rank. Each method blocks until its condition is met, and raises what `Membership.wait` does.
 
     Args:
-      membership: Waiting.
-      peers: What is known of the others.
-      contributions: What is under way.
-      threads: Those that merge.
+      membership: Waits for ranks.
+      peers: The state of the other ranks.
+      contributions: The contributions in flight.
+      threads: The threads that merge.
       held: Own contributions that are kept back.
-      silence: Which ranks are silent.
-      window: So many own iterations may be under way.
+      silence: The silent ranks.
+      window: The number of own iterations that may be in flight.
 
     Attributes:
-      num_waits: Iterations that began late as an inbox was full.
-      num_window_waits: Iterations that began late as too many own ones were under way.
+      num_waits: The number of iterations that began late because an inbox was full.
+      num_window_waits: The number of iterations that began late because too many own ones were in flight.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class FlowControl:
         self.num_waits = self.num_window_waits = 0
 
     def wait_for_window(self, k: int) -> None:
-        """Bounds what is under way: waits for communication, though for nobody's computation."""
+        """Waits until fewer than `window` own iterations are in flight. Waits for communication only."""
         with self._monitor:
             self.num_window_waits += bool(self._late_ranks())
         self._silence.wait(self._late_ranks, operation="receive what was merged", step=k)
 
     def wait_for_room(self, k: int) -> None:
-        """Waits while a rank, or this one, has received more than it may keep: its threads wait for no computation."""
+        """Waits while any rank has received more than it may keep. The threads that merge wait for no computation."""
         with self._monitor:
             self.num_waits += bool(self._without_room()) or not self._has_room()
         self._silence.wait(self._without_room, operation="have merged what it has received", step=k)
         self._wait_for_own_threads(self._has_room)
 
     def wait_to_send(self, k: int) -> None:
-        """Waits until ranks are heard that contributions are kept back for: those are the last ones."""
+        """Waits until the silent ranks are heard for which contributions are kept back. For the end of a `fit`."""
 
         def silent_ranks() -> list[int]:
             self._silence.look_again()
@@ -77,7 +77,7 @@ class FlowControl:
     def wait_for_others(self, k: int) -> None:
         """Waits until all have made their last step, and all that was sent is merged."""
         is_waiting = True
-        while is_waiting:  # For as long as others get on: they may have many steps before them.
+        while is_waiting:  # As long as messages are merged: other ranks may still have many steps to make.
             num_before = self._num_messages()
 
             def late_without_progress(num_before: int = num_before) -> list[int]:
@@ -89,13 +89,13 @@ class FlowControl:
                 is_waiting = bool(self._late())
 
     def _late(self) -> list[int]:
-        """The ranks whose last step is to come, then those by way of which more may come, be it to this rank's sums."""
+        """The ranks that have not made their last step. If there are none, those by way of which more may come."""
         self._silence.look_again()
         unsettled = self._others(self._unsettled_ranks())
         return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
 
     def _unsettled_ranks(self) -> set[int]:
-        """Ranks by way of which more of a piece may come here, also now that ranks may have left."""
+        """The ranks by way of which more of a piece may come here, after a look at ranks that have left."""
         self._contributions.look_at_departures()
         return self._contributions.unsettled_ranks()
 
@@ -109,7 +109,7 @@ class FlowControl:
         return sorted(ranks - {self._membership.rank})
 
     def _wait_for_own_threads(self, condition: Callable[[], bool]) -> None:
-        """Waits for what this rank's own threads bring about, however long that takes."""
+        """Waits for a condition that this rank's own threads bring about, however long that takes."""
         self._membership.wait_until(condition, math.inf)
 
     def _has_room(self) -> bool:

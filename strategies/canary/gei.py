@@ -1,8 +1,8 @@
-"""The gradient exchange index of Canary: whose gradients were merged here, and who is too far behind.
+"""The gradient exchange index of Canary: the gradients that were merged here, and the ranks that are too far behind.
 
-Colayers count from 0, iterations and ranks too; the paper's worker (i) is rank i - 1, whose bit is 2^((i) - 1). An
-element of a GEI row vector is the sum of the bits of all ranks whose gradient of that colayer and iteration was merged
-on this rank, its own included; the GEI matrix has a row for each iteration (Figure 16).
+Colayers, iterations and ranks count from 0. The paper's worker (i) is rank i - 1, whose bit is 2^((i) - 1). The GEI
+matrix has a row vector for each iteration, with an element for each colayer (Figure 16). An element is the sum of the
+bits of all ranks whose gradient was merged on this rank, including its own gradient.
 
 References:
   Zhou, Wang, Lu, Xu, Sun, Guo. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in
@@ -23,7 +23,7 @@ _NONE = -1
 
 
 def bit_of(rank: int) -> int:
-    """What a rank's gradient adds to an element of a row vector: the paper's 2^((i) - 1)."""
+    """The bit of a rank's gradient in an element of a row vector: the paper's 2^((i) - 1)."""
     return 1 << rank
 
 
@@ -33,12 +33,12 @@ def ranks_of(element: int) -> tuple[int, ...]:
 
 
 def calc_staleness(newest: int, iteration: int) -> int:
-    """How many iterations behind the fastest rank is: s = zeta - i (lines 4 to 6)."""
+    """The number of iterations behind the fastest rank: s = zeta - i (lines 4 to 6)."""
     return newest - iteration
 
 
 def calc_proportion(row_vector: Sequence[int], rank: int) -> int:
-    """Of how many colayers the gradient of `rank` was exchanged (lines 7 to 17).
+    """The number of colayers of which the gradient of `rank` was exchanged (lines 7 to 17).
 
     The paper sums 2^z over these colayers in line 11 and compares the sum, bit by bit, with a number of colayers in
     line 22. We take the number.
@@ -47,12 +47,12 @@ def calc_proportion(row_vector: Sequence[int], rank: int) -> int:
 
 
 def check_staleness(staleness: int, threshold: int) -> bool:
-    """Whether a staleness is within the threshold s (lines 18 to 20)."""
+    """True if a staleness is within the threshold s (lines 18 to 20)."""
     return staleness <= threshold
 
 
 def check_proportion(proportion: int, threshold: int) -> bool:
-    """Whether so many colayers suffice: at least the threshold p (lines 21 to 23)."""
+    """True if `proportion` colayers suffice: at least the threshold p (lines 21 to 23)."""
     return proportion >= threshold
 
 
@@ -70,14 +70,14 @@ def check_min_colayers(min_colayers: int | None, num_colayers: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """When a rank is overtime, and what has not left by then is dropped.
+    """The thresholds beyond which a rank is overtime. It then drops the colayers that it has not sent.
 
     Attributes:
       max_staleness: s, in iterations; at least 0.
-      min_colayers: p: from so many colayers on that have left, the others may follow, however late. 0: always.
+      min_colayers: p: a rank that has sent this many colayers may send the others, however late. 0: always.
 
     Raises:
-      ValueError: If one is no integer of at least 0.
+      ValueError: If a threshold is not an integer of at least 0.
     """
 
     max_staleness: int
@@ -88,7 +88,12 @@ class Thresholds:
         check_integer("min_colayers", self.min_colayers, at_least=0)
 
     def is_overtime(self, staleness: int, proportion: int) -> bool:
-        """Whether a rank so far behind, of whose iteration so many colayers have left, must drop the others."""
+        """True if a rank must drop its other colayers.
+
+        Args:
+          staleness: The number of iterations that the rank is behind.
+          proportion: The number of colayers of its iteration that it has sent.
+        """
         return not check_staleness(staleness, self.max_staleness) and not check_proportion(
             proportion, self.min_colayers
         )
@@ -99,9 +104,10 @@ class GEIRows:
     """The rows of a matrix as arrays.
 
     Attributes:
-      iterations: int64 [rows], ascending: which rows are kept.
+      iterations: int64 [rows], ascending: the rows that are kept.
       bits: uint8 [rows, k, ceil(n / 8)]: the elements, the bits of ranks 0 to 7 first.
-      parts: int64 [m, 4]: iteration, rank, colayer, and how many of its pieces are there, where these are not all.
+      parts: int64 [m, 4]: for each incomplete colayer its iteration, rank and colayer, and the number of its pieces
+        that are there.
       completed: int64 [n]: of each rank the latest iteration of which all colayers are there; -1 if there is none.
     """
 
@@ -112,13 +118,13 @@ class GEIRows:
 
 
 class GEIMatrix:
-    """Q: one row vector for each iteration that is of interest still.
+    """Q: one row vector for each iteration that still matters.
 
-    A gradient is merged piece by piece. A bit is set when all pieces of the colayer are there. Whoever merges them sees
-    to it that each comes once. What comes for a row that was freed sets no bit any more.
+    A gradient is merged piece by piece. A bit is set when all pieces of the colayer are there. The caller must merge
+    each piece only once. Pieces of a row that was freed set no bit.
 
-    A row is freed when every rank that still counts has completed a later one. Where one does not, as one that is
-    stuck, the oldest of more than `max_rows` rows is freed all the same.
+    A row is freed when every rank that counts has completed a later one. If a rank is stuck, the oldest of more than
+    `max_rows` rows is freed all the same.
 
     Args:
       world_size: n.
@@ -142,7 +148,7 @@ class GEIMatrix:
         self.newest = _NONE
 
     def start(self, iteration: int) -> None:
-        """Some rank has started `iteration`: there are rows up to that one."""
+        """Records that some rank has started `iteration`, and adds rows up to that iteration."""
         if iteration <= self.newest:
             return
         for new in range(max(self._first, self.newest + 1, iteration + 1 - self._max_rows), iteration + 1):
@@ -151,18 +157,18 @@ class GEIMatrix:
         self._free()
 
     def merge(self, rank: int, iteration: int, colayer: int, num_pieces: int = 1) -> None:
-        """A piece of a rank's gradient was merged.
+        """Records that a piece of a rank's gradient was merged.
 
         Args:
-          rank: Whose.
-          iteration: Of which iteration.
-          colayer: Of which colayer.
-          num_pieces: How many pieces the colayer has.
+          rank: The rank.
+          iteration: The iteration.
+          colayer: The colayer.
+          num_pieces: The number of pieces that the colayer has.
         """
         self.start(iteration)
         row = self._rows.get(iteration)
         if row is not None and row.add(rank, colayer, num_pieces):
-            if rank in self._completed:  # Else it is a late one of a rank that has ended.
+            if rank in self._completed:  # Otherwise the piece is a late one of a rank that has ended.
                 self._completed[rank] = max(self._completed[rank], iteration)
             self._free()
 
@@ -171,16 +177,16 @@ class GEIMatrix:
         return self._completed.get(rank, _NONE)
 
     def exclude(self, rank: int) -> None:
-        """No row is kept for the sake of this rank any more: it has ended."""
+        """Keeps no more rows for a rank that has ended."""
         self._completed.pop(rank, None)
         self._free()
 
     def include(self, rank: int) -> None:
-        """From now on rows are kept for the sake of this rank again: it has joined."""
+        """Keeps rows for a rank again, which has joined."""
         self._completed.setdefault(rank, _NONE)
 
     def snapshot(self) -> GEIRows:
-        """What another matrix needs to know of this one. See `absorb`."""
+        """A copy of this matrix for another one to take over. See `absorb`."""
         iterations = np.array(list(self._rows), np.int64)
         width = -(-self._world_size // 8)
         bits = b"".join(each.to_bytes(width, "little") for row in self._rows.values() for each in row.elements)
@@ -198,10 +204,10 @@ class GEIMatrix:
         )
 
     def absorb(self, other: GEIRows) -> None:
-        """All that was merged where another matrix is has been merged here: it takes its bits, and its incomplete ones.
+        """Takes over the bits and counts of another matrix, because all that was merged there has now been merged here.
 
-        What was merged here should have been merged there, too: of what was not, bits of newer iterations than there
-        are known stay. Rows that were freed there are freed here.
+        What was merged here should have been merged there, too. Otherwise only bits of iterations that are newer than
+        all in the other matrix stay. Rows that were freed there are freed here.
         """
         if other.iterations.size:
             self._first = max(self._first, int(other.iterations[0]))
@@ -218,7 +224,7 @@ class GEIMatrix:
         self._free()
 
     def row_vector(self, iteration: int) -> tuple[int, ...]:
-        """The elements of an iteration, colayer 0 first; all zero where there is no row, be it not yet or no more."""
+        """The elements of an iteration, colayer 0 first. All are zero if there is no row, yet or any longer."""
         row = self._rows.get(iteration)
         return (0,) * self._num_colayers if row is None else tuple(row.elements)
 
@@ -227,11 +233,11 @@ class GEIMatrix:
         return {iteration: tuple(row.elements) for iteration, row in self._rows.items()}
 
     def staleness(self, iteration: int) -> int:
-        """How far `iteration` is behind the newest one."""
+        """The number of iterations that `iteration` is behind the newest one."""
         return calc_staleness(self.newest, iteration)
 
     def proportion(self, iteration: int, rank: int) -> int:
-        """Of how many colayers a rank's gradient of `iteration` was merged."""
+        """The number of colayers of which a rank's gradient of `iteration` was merged."""
         return calc_proportion(self.row_vector(iteration), rank)
 
     def __len__(self) -> int:
@@ -245,14 +251,14 @@ class GEIMatrix:
 
 
 class _Row:
-    """A row vector, and the pieces of what is not complete yet."""
+    """A row vector, and the numbers of merged pieces of incomplete colayers."""
 
     def __init__(self, num_colayers: int):
         self.elements = [0] * num_colayers
         self.num_merged: collections.Counter[tuple[int, int]] = collections.Counter()  # By rank and colayer.
 
     def add(self, rank: int, colayer: int, num_pieces: int) -> bool:
-        """Counts a piece; returns True if it has completed the rank's gradient, in all colayers."""
+        """Counts a piece. Returns True if the piece has completed the rank's gradient in all colayers."""
         self.num_merged[rank, colayer] += 1
         if self.num_merged[rank, colayer] < num_pieces:
             return False

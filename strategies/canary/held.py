@@ -1,6 +1,6 @@
 """`Held`: contributions that a rank under Canary keeps back while the root of a piece is silent.
 
-A frozen root adds nothing up. Other ranks do not wait for it. They add up their own contributions, and send the sum as
+A frozen root sums nothing up. Other ranks do not wait for it. Each adds up its own contributions, and sends the sum as
 one message when the root is heard again. So each contribution counts once, late, and takes no memory of its own.
 Meanwhile a rank trains these pieces by its own steps, as local SGD does.
 """
@@ -28,13 +28,13 @@ class _Sum:
 
 
 class Held:
-    """The contributions of one rank that it keeps back. Used by the thread that makes steps.
+    """The contributions that one rank keeps back. Used by the thread that makes steps.
 
     Args:
-      membership: Of the rank.
+      membership: The rank's membership.
       encoding: Adds contributions up.
       silence: The silent ranks.
-      send: Called with a layout, a piece, iterations, the sum of their contributions, and None, when it can be sent.
+      send: Called when a sum can be sent, with its layout, piece and iterations, the sum, and None.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Held:
         self._encoding = encoding
         self._silence = silence
         self._send = send
-        # A message tells of all contributions that it sums up, in its header: half of that is for those of all ranks.
+        # A message's header lists all contributions in the sum. Half of the largest header is divided among all ranks.
         self.max_iterations = max(1, MAX_HEADER_BYTES // 2 // CONTRIBUTION_BYTES // membership.world_size)
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the session that was."""
+        """Forgets the previous session."""
         self._sums: dict[tuple[bytes, int], _Sum] = {}
 
     def is_silent(self, layout: Layout, piece: Piece) -> bool:
@@ -67,7 +67,7 @@ class Held:
         return 0 if held is None else len(held.iterations)
 
     def takes(self, layout: Layout, piece: Piece) -> bool:
-        """True if the next contribution to a piece is to be kept back: contributions to a piece keep their order."""
+        """True if the next contribution to a piece is to be kept back, also behind earlier ones, to keep the order."""
         return (layout.key, piece.index) in self._sums or self.is_silent(layout, piece)
 
     def add(
@@ -79,12 +79,12 @@ class Held:
         held.iterations.append(iteration)
 
     def silent_ranks(self) -> list[int]:
-        """The ranks that have to be heard before all can be sent."""
+        """The silent ranks that must be heard before all contributions can be sent."""
         paths = [held.layout.path(held.piece, self._rank) for held in self._sums.values()]
         return sorted(self._silence.ranks.intersection(*[{rank for path in paths for rank in path}]))
 
     def send(self) -> None:
-        """Sends what is kept back for roots that are heard again."""
+        """Sends the sums that are kept back for roots that are heard again."""
         for where, held in list(self._sums.items()):
             if not self.is_silent(held.layout, held.piece):
                 del self._sums[where]

@@ -1,4 +1,4 @@
-"""How Canary cuts colayers into pieces, and what a rank knows of each piece."""
+"""Layouts, which cut Canary's colayers into pieces, and ledgers of what was merged of each piece."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Piece:
     """A part of a colayer, as one rank sees it.
 
     Attributes:
-      index: Its number in the layout.
+      index: The piece's number in the layout.
       colayer: z.
-      bucket: Which vector it is a part of.
-      where: Where in that vector.
-      thread: Which thread of the network it belongs to.
-      root: The rank that sums it up.
-      parent: Where this rank sends what it knows; None at the root.
-      parent_level: The interface of that edge.
-      children: Those that send to this rank, and the interfaces of these edges.
+      bucket: The index of the vector that the piece is a part of.
+      where: The piece's place in that vector.
+      thread: The index of the network's thread for the piece.
+      root: The rank that sums the piece up.
+      parent: The rank to which this rank sends its sums; None at the root.
+      parent_level: The interface of the edge to the parent.
+      children: The ranks that send to this rank, each with the interface of the edge.
     """
 
     index: int
@@ -41,25 +41,26 @@ class Piece:
 class Layout:
     """The pieces of all colayers among certain ranks.
 
-    Ranks that come and go change the layout. Messages name the one they are about, so that ranks need not know of a
-    change at the same time: by its *key*, which has a byte for every rank: odd if it takes part, and larger with each
-    of its ends and incarnations (see `Departures`), of which 126 are told apart. So no layout comes back.
+    The layout changes when ranks come and go. Each message names its layout, so that ranks need not learn of a change
+    at the same time. The name is a *key* with a byte for every rank. The byte is odd if the rank takes part. It grows
+    with each end and each new incarnation of the rank (see `Departures`), up to 126 incarnations. So no key comes back.
 
     Args:
-      key: Names it.
-      network: Whose routes pieces take.
-      rank: Who looks at it.
-      sizes: For each colayer, the number of values in each of the vectors; they lie one behind the other there.
-      granularity: Vectors should be cut at multiples of so many values.
+      key: The key of the layout.
+      network: The network whose routes pieces take.
+      rank: The rank whose view this is.
+      sizes: For each colayer, the number of values in each of the vectors. Colayers lie one behind the other there.
+      granularity: Vectors should be cut at multiples of this number of values.
 
     Attributes:
-      key: The same.
+      key: The key of the layout.
       ranks: The ranks that take part, in order.
       pieces: All pieces, none empty.
       colayers: int array: z of each piece.
-      by_colayer: The same, for each colayer: those of the next roots first, so that nobody is sent to by all at once.
-      ledger: What was merged of each piece on this rank. See `Ledger`.
-      ended: Pieces of which no more comes from the root. Guarded by the rank's monitor.
+      by_colayer: The pieces of each colayer. Pieces of the next roots come first, so that ranks do not all send to the
+        same root at once.
+      ledger: The record of what was merged of each piece on this rank. See `Ledger`.
+      ended: The indices of pieces of which nothing more comes from the root. Guarded by the rank's monitor.
     """
 
     def __init__(self, key: bytes, network: Network, rank: int, sizes: Sequence[Sequence[int]], granularity: int):
@@ -117,11 +118,11 @@ class Layout:
 
 
 class Ledger:
-    """What was merged of each piece of a layout.
+    """The record of what was merged of each piece of a layout.
 
-    Roots number what they send out, and a message is merged if its number is new: so each contribution counts once. A
-    replica that has merged the first s messages of a root has merged what any other one has with the same s. So the
-    ledger says what is in the weights, and which of two replicas knows more.
+    Roots number the messages that they send out. A message is merged only if its number is new, so each contribution
+    counts once. Two replicas that have merged the first s messages of a root have merged the same contributions. So the
+    ledger tells what is in the weights, and which of two replicas knows more.
 
     Attributes:
       table: int64 array [pieces, 2 + n]: of each piece the number of messages merged, the number of resyncs (see
@@ -135,39 +136,45 @@ class Ledger:
 
     @classmethod
     def of(cls, table: np.ndarray) -> Ledger:
-        """The ledger with a copy of that table."""
+        """Returns a ledger with a copy of a table."""
         ledger = cls(len(table), table.shape[1] - cls._FIRST)
         np.copyto(ledger.table, table)
         return ledger
 
     @classmethod
     def num_columns(cls, world_size: int) -> int:
-        """Columns of a table among so many ranks."""
+        """The number of columns of a table for `world_size` ranks."""
         return cls._FIRST + world_size
 
     @property
     def sequences(self) -> np.ndarray:
-        """Of each piece the number of messages merged."""
+        """The number of messages merged of each piece."""
         return self.table[:, self._SEQUENCE]
 
     @property
     def resyncs(self) -> np.ndarray:
-        """Of each piece the number of the latest resync."""
+        """The number of the latest resync of each piece."""
         return self.table[:, self._RESYNCS]
 
     @property
     def merged(self) -> np.ndarray:
-        """Of each piece and rank the number of contributions merged."""
+        """The number of contributions merged of each piece and rank."""
         return self.table[:, self._FIRST :]
 
     def header(self, piece: int, sequence: int, contributions: Sequence[tuple[int, int]]) -> None:
-        """A message is merged: its number, and the ranks and iterations of what it sums up."""
+        """Records that a message was merged.
+
+        Args:
+          piece: The index of the message's piece.
+          sequence: The number of the message.
+          contributions: The ranks and iterations of the contributions that the message sums up.
+        """
         self.sequences[piece] = sequence
         for rank, _ in contributions:
             self.merged[piece, rank] += 1
 
     def check(self, other: np.ndarray) -> None:
-        """Raises ProtocolError unless another table is of the same pieces."""
+        """Raises ProtocolError if another table has other pieces or ranks."""
         if other.shape != self.table.shape:
             raise ProtocolError(f"a ledger of {len(other)} pieces came where {len(self.table)} were expected.")
 
@@ -177,6 +184,6 @@ class Ledger:
         return (self.sequences > other[:, self._SEQUENCE]) | (is_equal & (self.resyncs > other[:, self._RESYNCS]))
 
     def is_within(self, other: np.ndarray | None) -> bool:
-        """Whether another table tells of all messages and resyncs that this one does; None is one of nothing merged."""
+        """True if another table has all messages and resyncs of this one. None stands for a table of zeros."""
         columns = [self._SEQUENCE, self._RESYNCS]
         return bool(np.all(self.table[:, columns] <= (0 if other is None else other[:, columns])))

@@ -1,17 +1,17 @@
 """Low-rank factors of large dense gradients: Case 1 of Canary's gradient sketch (section 4.3.1).
 
 The mean gradient M of a dense kernel, m x k, goes as P Q^T, with P m x r and Q k x r: r (m + k) values in place of m k.
-One step of subspace iteration finds them, and begins where the step before has ended:
+One step of subspace iteration finds them, and begins with the result of the previous step:
 
     M_i = gradient of rank i + E_i
     P   = mean of M_i Q', with Q' of the step before; then orthonormal columns
     Q   = mean of M_i^T P
-    E_i = M_i - P (M_i^T P - e_i)^T        what is lost stays for the next step
+    E_i = M_i - P (M_i^T P - e_i)^T        the loss, which is added in the next step
 
 Both means are all-reduces of factors, which the codec shortens further. e_i is what the codec has lost of Q on rank i.
-It becomes a part of E_i, since the next step has another P. Of P nothing has to be kept: any columns will do. The paper
-factorizes by singular values, which costs more than the step it saves, and loses what is left out. Ranks find factors
-together: so training is synchronous.
+It becomes a part of E_i, because the next step has another P. The loss in P needs no memory, because any columns will
+do. The paper factorizes by singular values, which costs more than the step it saves, and loses what is left out. Ranks
+find the factors together, so training is synchronous.
 
 References:
   Vogels, Karimireddy, Jaggi. PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization. NeurIPS
@@ -32,13 +32,13 @@ from hop_tf.runtime.group import ExchangeContext
 from hop_tf.tensors import payloads
 from hop_tf.tensors.packing import Packing, TensorSpec
 
-# Smaller kernels, and those that factors do not make that much smaller, travel as they are.
+# Other kernels travel as they are: those with fewer values, or with less reduction by factors.
 _MIN_VALUES = 1 << 14
 _MIN_REDUCTION = 4
 
 
 def is_factorized(spec: TensorSpec, rank: int) -> bool:
-    """Whether a variable's gradient goes as factors of that rank: that of a large dense kernel."""
+    """True if a variable's gradient travels as factors of `rank` columns: the variable is a large dense kernel."""
     if spec.exact or len(spec.shape) != 2 or spec.dtype != tf.float32:
         return False
     return spec.num_elements >= max(_MIN_VALUES, _MIN_REDUCTION * rank * sum(spec.shape))
@@ -49,10 +49,10 @@ class LowRankMean:
 
     Args:
       context: Membership, packing and buffers of the group.
-      name: Tells it from the group's others; equal on all ranks.
+      name: A name that is unique in the group and equal on all ranks.
       part: The packing of the colayer.
       rank: r.
-      codec: What factors and other gradients are encoded with.
+      codec: Encodes factors and other gradients.
       algorithm: See `hop_tf.collectives.get_algorithm`.
     """
 
@@ -79,7 +79,7 @@ class LowRankMean:
         self._basis = [_first_basis(spec, rank) for spec in specs]
 
     def reset(self, session: int) -> None:
-        """Prepares for step 0 of `session`. What was lost is not forgotten."""
+        """Prepares for step 0 of `session`. Keeps what earlier steps have lost."""
         for reduction in self._reductions:
             reduction.reset(session)
 
@@ -92,7 +92,7 @@ class LowRankMean:
         """Averages over all ranks; arguments and errors as of `AllReduce.mean`."""
         is_committed = False
 
-        def commit() -> None:  # Who has a mean of one of the three needs the others, with the same ranks.
+        def commit() -> None:  # A rank with one of the three means needs the other two over the same ranks.
             nonlocal is_committed
             is_committed = True
 
@@ -117,39 +117,39 @@ class LowRankMean:
         lost_factors = self._factors(self._q, q.take_residuals())
         for number, kernel in enumerate(self._kernels):
             self._matrix(result, kernel)[:] = bases[number] @ factors[number].T
-            if np.isfinite(factors[number]).all():  # Else all ranks keep what they had.
+            if np.isfinite(factors[number]).all():  # Otherwise all ranks keep what they had.
                 sent = own[number] - lost_factors[number]
                 self._lost[number] = matrices[number] - bases[number] @ sent.T
                 self._basis[number] = factors[number]
         return result
 
     def begin_at(self, step: int) -> None:
-        """As `AllReduce.begin_at`."""
+        """Does what `AllReduce.begin_at` does."""
         for reduction in self._reductions:
             reduction.begin_at(step)
 
     def common_state(self) -> Sequence[np.ndarray]:
-        """As `AllReduce.common_state`: where the next step begins to look for factors."""
+        """Returns what `AllReduce.common_state` does: here the factors Q from which the next step begins."""
         return self._basis
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """As `AllReduce.take_common_state`."""
+        """Does what `AllReduce.take_common_state` does."""
         self._basis = [
             payloads.view(part.copy(), np.float32, basis.shape) for part, basis in zip(parts, self._basis, strict=True)
         ]
 
     def settle(self, deadline: float) -> None:
-        """As `AllReduce.settle`."""
+        """Does what `AllReduce.settle` does."""
         for reduction in self._reductions:
             reduction.settle(deadline)
 
     def close(self) -> None:
-        """Takes no more messages."""
+        """Stops taking messages."""
         for reduction in self._reductions:
             reduction.close()
 
     def _gather(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What does not go as factors."""
+        """Returns the gradients that do not travel as factors, one vector for each bucket."""
         gathered = [np.zeros(size, values.dtype) for size, values in zip(self._rest.sizes, buckets, strict=True)]
         for number, index in enumerate(self._others):
             (bucket, source), (_, target) = self._part.place(index), self._rest.place(number)
@@ -174,7 +174,7 @@ class LowRankMean:
 
 
 def _joined(packing: Packing, factors: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """One vector for each bucket."""
+    """Packs factors: one vector for each bucket."""
     buckets = packing.zeros()
     for index, factor in enumerate(factors):
         bucket, where = packing.place(index)
@@ -189,5 +189,5 @@ def _first_basis(spec: TensorSpec, rank: int) -> np.ndarray:
 
 
 def _orthonormal(matrix: np.ndarray) -> np.ndarray:
-    """Columns that span the same; as they are, where one is not finite."""
+    """Returns orthonormal columns that span the same space, or `matrix` itself if a value is not finite."""
     return np.linalg.qr(matrix)[0] if np.isfinite(matrix).all() else matrix

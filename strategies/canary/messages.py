@@ -1,4 +1,4 @@
-"""What ranks under Canary tell each other, and how they send it."""
+"""The messages between ranks under Canary, and the channel that sends them."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ CONTRIBUTION_BYTES = _CONTRIBUTION.size
 
 
 class MessageKind(enum.IntEnum):
-    """Of a message.
+    """The kind of a message.
 
     Attributes:
-      UP: Contributions to a piece, summed up, on the way to its root.
-      DOWN: The sum that its root sends out.
-      MARKED_DOWN: The same; with it, everybody begins a resync of the piece.
-      DIGEST: Tells by few bytes whether a replica's values for a resync are those of others; empty where it has none.
-      VALUES: Its root asks for the values.
-      SNAPSHOT: A replica's values for a resync; empty where it has none.
-      MEAN: The mean of the replicas' values; empty where these are alike.
+      UP: Contributions to a piece, summed up, on the way to the piece's root.
+      DOWN: The sum that the piece's root sends out.
+      MARKED_DOWN: As DOWN. With this message, each rank begins a resync of the piece.
+      DIGEST: A short digest of a replica's values for a resync, to compare it with others. Empty if the replica has no
+        values.
+      VALUES: The piece's root asks for the values.
+      SNAPSHOT: A replica's values for a resync. Empty if the replica has none.
+      MEAN: The mean of the replicas' values. Empty if these are alike.
       PULL: Asks for a replica's state.
-      STATE: That state.
-      DONE: The sender has made its last step; the contributions tell how often it has contributed to each colayer.
-        To a rank that has joined later: none.
-      MOVED: The sender contributes to this layout from now on; the payload is the key of the one before, if there was
-        one, and the contributions tell the same of that.
-      FULL: The sender has received more than it may keep: nobody is to begin an iteration before there is room. The
-        piece is the number of its thread.
-      ROOM: There is room again.
-      END: Its root sends out nothing more of the piece than what it has, up to this number.
-      HEARD: The sender has heard of this layout: its roots are to say when no more comes of it.
-      MISSED: The sender has left out some sums of the piece, up to this number: the receiver was silent.
-      ENDING: The sender is about to end; the key tells the incarnations of ranks that it knows of (see `ending`).
+      STATE: The replica's state, or empty if it has none to give.
+      DONE: The sender has made its last step. The contributions tell how often it has contributed to each colayer. To a
+        rank that joined after that step, there are no contributions.
+      MOVED: The sender contributes to this layout from now on. The payload is the key of its previous layout, if there
+        was one. The contributions tell how often the sender has contributed to each colayer of the previous layout.
+      FULL: The sender has received more than it may keep: no rank is to begin an iteration before there is room. The
+        piece is the number of the sender's thread.
+      ROOM: The sender has room again. The piece is the number of the sender's thread.
+      END: The piece's root has sent out everything, up to this sequence number.
+      HEARD: The sender has heard of this layout. The layout's roots are to say when nothing more comes of it.
+      MISSED: The sender has left out some sums of the piece, up to this sequence number: the receiver was silent.
+      ENDING: The sender is about to end. The key is the incarnations of the ranks that it knows (see `ending`).
     """
 
     UP = 0
@@ -67,7 +68,7 @@ class MessageKind(enum.IntEnum):
 
 
 _KINDS = {kind.value: kind for kind in MessageKind}
-# Where contributions are counts and colayers.
+# The kinds whose contributions are counts and colayers.
 COUNTING = (MessageKind.DONE, MessageKind.MOVED)
 
 
@@ -75,13 +76,13 @@ class Header(NamedTuple):
     """The header of a message.
 
     Attributes:
-      kind: What it is.
-      key: Names the layout that it is about.
+      kind: The kind of message.
+      key: The key of the message's layout.
       newest: zeta, as far as the sender knows.
-      piece: Number of the piece.
-      sequence: Of DOWN: its number among those of the root for the piece; of END and MISSED: the last such number;
-        of a resync's messages: that of the resync.
-      contributions: Ranks and iterations of what is summed up.
+      piece: The index of the piece.
+      sequence: Of DOWN: the number of the message among those of the root for the piece. Of END and MISSED: the last
+        such number. Of a resync's messages: the number of the resync.
+      contributions: The ranks and iterations of the contributions in the sum.
     """
 
     kind: MessageKind
@@ -101,7 +102,7 @@ class Header(NamedTuple):
         """Reads a message's header.
 
         Raises:
-          ProtocolError: If it is none.
+          ProtocolError: If the header is malformed.
         """
         header = message.header
         start = _HEAD.size + world_size
@@ -120,8 +121,8 @@ class Channel:
     """Sends a rank's messages.
 
     Args:
-      queue: Where messages to other ranks go.
-      newest: Gives zeta, as far as this rank knows.
+      queue: The queue of messages to other ranks.
+      newest: Returns zeta, as far as this rank knows.
     """
 
     def __init__(self, queue: SessionQueue, newest: Callable[[], int]):
@@ -140,7 +141,7 @@ class Channel:
         return Header(kind, key, self._newest(), piece, sequence, contributions)
 
     def send(self, rank: int, header: Header, payload: Sequence[np.ndarray] = (), level: int = 0) -> None:
-        """Sends a message on the lane of an interface; drops it where the receiver, or this rank, has left."""
+        """Sends a message on the lane of an interface. Drops it if the receiver, or this rank, has left."""
         with contextlib.suppress(Interrupted):
             lane, step = BULK_LANE + level, max(0, header.newest)
             self._queue.send(rank, header.pack(), payload, lane, step=step)

@@ -1,4 +1,4 @@
-"""Which ranks take part under Canary, and how far they are known to be."""
+"""The ranks that take part under Canary, and their progress as far as it is known."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _MERGED = (MessageKind.UP, MessageKind.DOWN, MessageKind.MARKED_DOWN)
 
 
 class Peers:
-    """What a rank knows of the others. Guarded by the rank's monitor.
+    """The state of the other ranks, as far as a rank knows it. Guarded by the rank's monitor.
 
     Args:
-      membership: Who takes part.
+      membership: The ranks that take part.
 
     Attributes:
-      done: Those that have made their last step, this rank itself included.
-      full: Ranks and their threads that have received more than they may keep.
-      ending: For each rank that is about to end, the incarnations of ranks that it has told of.
+      done: The ranks that have made their last step, including this rank.
+      full: The ranks and threads that have received more than they may keep.
+      ending: For each rank that is about to end, the incarnations that it has announced.
     """
 
     def __init__(self, membership: Membership):
@@ -30,7 +30,7 @@ class Peers:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the session that was."""
+        """Forgets the previous session."""
         self.done: set[int] = set()
         self.full: set[tuple[int, int]] = set()
         self.ending: dict[int, bytes] = {}
@@ -39,11 +39,11 @@ class Peers:
         self._present: dict[int, bytes] = {}
 
     def is_present(self, rank: int) -> bool:
-        """Whether a rank takes part still."""
+        """True if a rank still takes part."""
         return self._membership.departure(rank) is None
 
     def is_expected(self, layout: Layout, rank: int) -> bool:
-        """Whether a rank may contribute to a layout again."""
+        """True if a rank may contribute to a layout again."""
         return self.takes_part(layout, rank) and self.contributed(rank, layout) is None
 
     def present(self) -> list[int]:
@@ -52,7 +52,7 @@ class Peers:
         return [rank for rank in ranks if rank != self._membership.rank and self.is_present(rank)]
 
     def present_key(self) -> bytes:
-        """The key of the layout among those that take part. See `Layout`."""
+        """The key of the layout of the ranks that take part. See `Layout`."""
         membership = self._membership
         with membership.monitor:
             version = membership.version, membership.incarnation
@@ -62,7 +62,7 @@ class Peers:
             return self._key
 
     def key_of(self, rank: int) -> int:
-        """A rank's byte in that key: 1 in its first incarnation, 2 when that has ended, 3 in the next one, and on."""
+        """A rank's byte in `present_key`: 1 in its first incarnation, 2 after that, 3 in its second one, and so on."""
         return self._incarnation_byte(rank) + (rank != self._membership.rank and not self.is_present(rank))
 
     def _incarnation_byte(self, rank: int) -> int:
@@ -71,16 +71,16 @@ class Peers:
         return 1 + 2 * min(incarnation, _LARGEST_INCARNATION)
 
     def incarnations(self) -> bytes:
-        """The same bytes, as if nobody had left: which ranks have joined."""
+        """The bytes of `present_key` as if no rank had left. They tell which ranks have joined."""
         return bytes(map(self._incarnation_byte, range(self._membership.world_size)))
 
     def is_incarnation(self, rank: int, incarnations: bytes) -> bool:
-        """Whether a rank is, or was when it left, in the incarnation that is meant."""
+        """True if a rank is in the incarnation of `incarnations`, or was in it when it left."""
         return incarnations[rank] == self._incarnation_byte(rank)
 
     def is_ahead(self, incarnations: bytes) -> bool:
-        """Whether a rank is in a later incarnation there than here: it has joined, which is news to this rank."""
-        if max(incarnations) <= 2:  # None has, anywhere: so it is for each message of most jobs.
+        """True if `incarnations` has a later incarnation of some rank than this rank knows: a rank has joined."""
+        if max(incarnations) <= 2:  # No rank has joined again, as in most jobs.
             return False
         return any(there > 1 + here for there, here in zip(incarnations, self.incarnations(), strict=True))
 
@@ -89,21 +89,21 @@ class Peers:
         return [rank for rank in self.present() if self.is_incarnation(rank, incarnations)]
 
     def are_all_in(self, layout: Layout) -> bool:
-        """Whether the ranks of a layout are those that take part, in the same incarnation."""
+        """True if the ranks of a layout are those that take part, in the same incarnations."""
         return layout.key == self.present_key()
 
     def learn(self, header: Header) -> None:
-        """A message tells of iterations that ranks have made."""
+        """Takes the iterations of ranks from a message."""
         if header.kind in _MERGED:
             for rank, iteration in header.contributions:
                 self.is_in(rank, iteration)
 
     def is_in(self, rank: int, iteration: int) -> None:
-        """A rank has started an iteration; -1: none yet."""
+        """Records that a rank has started an iteration. -1: none yet."""
         self._iterations[rank] = max(iteration, self._iterations.get(rank, iteration))
 
     def fastest(self, except_for: Collection[int] = (), among: Collection[int] | None = None) -> int | None:
-        """The other rank that is furthest, but for some; None if there is none. Default: among all that are known."""
+        """The other rank that is furthest, except some; None if there is none. Default: among all that are known."""
         among = self._iterations if among is None else among
         ranks = [rank for rank in self.present() if rank in among and rank not in except_for]
         return max(ranks, key=lambda rank: self._iterations.get(rank, -1), default=None)
@@ -114,51 +114,51 @@ class Peers:
         return [rank for rank in self.present() if rank in ranks]
 
     def begin_incarnation(self, rank: int) -> None:
-        """Another process has taken a rank's place: what is known of the one before does not count."""
+        """Forgets a rank's previous incarnation, because another process has taken its place."""
         self.done.discard(rank)
         self.ending.pop(rank, None)
         self._iterations.pop(rank, None)
         self._present.pop(rank, None)
         self.full = {where for where in self.full if where[0] != rank}
 
-    # What may still come of a layout.
+    # Contributions that may still come.
 
     def takes_part(self, layout: Layout, rank: int) -> bool:
-        """Whether a rank takes part still, in the incarnation in which it is in a layout."""
+        """True if a rank still takes part, in the incarnation that is in the layout."""
         return layout.key[rank] == self.key_of(rank) and self.is_present(rank)
 
     def roots_that_take_part(self, pieces: Iterable[tuple[Layout, Piece]]) -> set[int]:
-        """The roots of pieces, without those that have left."""
+        """The roots of pieces, except roots that have left."""
         return {piece.root for layout, piece in pieces if self.takes_part(layout, piece.root)}
 
     def is_connected(self, layout: Layout, piece: Piece, rank: int) -> bool:
-        """Whether what a rank and the root of a piece send to each other arrives: nobody between them has left."""
+        """True if a rank and the root of a piece can reach each other: the ranks up to the root still take part."""
         return all(self.takes_part(layout, each) for each in layout.path(piece, rank))
 
     def is_settled(self, layout: Layout, piece: Piece) -> bool:
-        """Whether no more of a piece comes here: its root has said so, or a rank on the way from there has left.
+        """True if nothing more of a piece comes here: its root has said so, or a rank on the path to it has left.
 
-        Also as long as one on the way is not known to have joined.
+        Also true while this rank does not know that a rank on the path has joined.
         """
         return piece.index in layout.ended or not self.is_connected(layout, piece, self._membership.rank)
 
     def has_moved(self, rank: int, key: bytes) -> None:
-        """A rank contributes to this layout from now on, and to no earlier one."""
+        """Records that a rank now contributes to this layout, and to no earlier one."""
         self._present[rank] = key
 
     def has_contributed(self, rank: int, key: bytes, counts: Sequence[int]) -> None:
-        """A rank has contributed so often to each colayer of a layout, and does not again."""
+        """Records how often a rank has contributed to each colayer of a layout. It does not contribute again."""
         self._counts[rank, key] = counts
 
     def contributed(self, rank: int, layout: Layout) -> Sequence[int] | None:
-        """How often a rank has contributed to each colayer of a layout; None while it may do so again."""
+        """The number of a rank's contributions to each colayer of a layout; None while it may contribute again."""
         counts = self._counts.get((rank, layout.key))
         if counts is None and (rank in self.done or is_past(layout.key, self._present.get(rank, b""))):
             return [0] * len(layout.by_colayer)
         return counts
 
     def has_all_come(self, layout: Layout, piece: Piece) -> bool:
-        """Whether the root of a piece, which is this rank, has merged all contributions that can still arrive."""
+        """True if this rank, the root of the piece, has merged all contributions that can still arrive."""
         if self.is_ahead(layout.key):
             return False
         for rank in layout.ranks:
@@ -171,10 +171,10 @@ class Peers:
         return True
 
     def forget(self, key: bytes) -> None:
-        """A layout was freed."""
+        """Forgets a layout that was freed."""
         self._counts = {where: counts for where, counts in self._counts.items() if where[1] != key}
 
 
 def is_past(key: bytes, present: bytes) -> bool:
-    """Whether a layout is one that a rank whose present one this is does not come to any more."""
+    """True if a rank whose layout is now `present` does not return to the layout `key`."""
     return any(then < now for then, now in zip(key, present, strict=False))

@@ -1,14 +1,14 @@
-"""How contributions are summed up on their way to the roots, and the sums spread: one thread for each of the network's.
+"""`PieceThread`: sums contributions up on their way to the roots, and spreads the sums. One for each network level.
 
-Nobody waits for a computation. A rank that others send to passes on what has come for a piece
+No rank waits for a computation. A rank that others send to forwards what has come for a piece
 
-    as soon as all those have sent that were in each of the last sums that it passed on, itself included;
-    or when one sends again, before what it has sent before was passed on;
-    or at once, where the ranks that take part have changed: those that know send elsewhere;
+    as soon as all regular senders have sent: those in each of its last two sums, itself included;
+    or when a rank sends again, before its previous contribution was forwarded;
+    or at once, if the ranks that take part have changed, because ranks that know of the change send elsewhere.
 
-so that in a cluster of equal ranks each message holds the contributions of all, and one that falls behind holds up
-nobody: its contribution goes with the others' next one. More than one sum is looked at because a slow rank is in one
-now and then: after each, all would wait for it in vain.
+So in a cluster of equal ranks each message holds the contributions of all. A rank that falls behind delays no other:
+its contribution goes with the others' next sum. A single sum is not enough, because a slow rank is in one now and then.
+All would wait for this rank in vain after each such sum.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from hop_tf.strategies.canary.replica import Replica
 from hop_tf.strategies.canary.resync import Resync
 
 _PERIOD_SECONDS = 0.25
-# Who was in so many sums in a row is waited for.
+# A rank that was in this many sums in a row is waited for.
 _NUM_IN_A_ROW = 2
 
 
 @dataclasses.dataclass
 class _Sum:
-    """What has come for a piece and was not passed on yet.
+    """The contributions to a piece that have come and were not forwarded yet.
 
     Attributes:
       layout: The layout.
       piece: The piece.
-      in_a_row: For each that sends here, in how many of the sums that were passed on before it was, the last ones.
-      total: The sum.
-      senders: Whose messages are in it.
-      contributions: Ranks and iterations of what is in it.
+      in_a_row: For each sender, the number of forwarded sums that it was in without a break until the last one.
+      total: The sum, or None if nothing has come.
+      senders: The ranks whose messages are in the sum.
+      contributions: The ranks and iterations of the contributions in the sum.
     """
 
     layout: Layout
@@ -55,11 +55,11 @@ class _Sum:
     contributions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def regulars(self) -> list[int]:
-        """Who is waited for."""
+        """The ranks that are waited for."""
         return [rank for rank, number in self.in_a_row.items() if number >= _NUM_IN_A_ROW]
 
     def begin_next(self) -> None:
-        """It was passed on."""
+        """Begins the next sum, after this one was forwarded."""
         self.in_a_row = {rank: number + 1 if rank in self.senders else 0 for rank, number in self.in_a_row.items()}
         self.senders, self.contributions, self.total = set(), [], None
 
@@ -67,17 +67,17 @@ class _Sum:
 class PieceThread:
     """Sums, sends and merges the pieces of one of the network's threads.
 
-    What comes is put into a list, by the transport's threads and the one that makes steps, and worked off by `run`.
+    The transport's threads and the thread that makes steps put work into an inbox. `run` works it off.
 
     Args:
-      index: Which thread it is.
-      membership: Waiting.
-      replica: What is merged into.
+      index: The index of the thread.
+      membership: Waits, and ends the job on errors.
+      replica: The replica that sums are merged into.
       channel: Sends messages.
-      peers: Who is there.
-      resync: What keeps replicas together.
-      silence: Ranks that are sent nothing.
-      max_bytes: With more than so many bytes to be worked off, others are told to wait; with half of them, to go on.
+      peers: The state of the other ranks.
+      resync: The resyncs of the thread's pieces.
+      silence: The silent ranks, which are sent nothing.
+      max_bytes: With more bytes than this in the inbox, this rank tells the others to wait. With half of it, to go on.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PieceThread:
         self._peers = peers
         self._resync = resync
         self._silence = silence
-        # By rank, the pieces of which it was sent nothing while it was silent.
+        # For each rank that was silent, the pieces of which this rank sent it nothing.
         self._missed: dict[int, dict[tuple[bytes, int], tuple[Layout, Piece]]] = {}
         self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
         self._questions: collections.deque[Callable[[bool], None]] = collections.deque()
@@ -116,14 +116,14 @@ class PieceThread:
     # From other threads.
 
     def pause(self) -> None:
-        """Takes nothing up before `open`. Blocks: until what it is at is done."""
+        """Stops taking up work until `open`. Blocks until the present work is done."""
         with self._monitor:
             self._is_open = False
             while self._is_busy:
                 self._monitor.wait(_PERIOD_SECONDS)
 
     def reset(self) -> None:
-        """Forgets everything. It must be paused."""
+        """Forgets everything. The thread must be paused."""
         with self._monitor:
             self._inbox.clear()
             self._questions.clear()
@@ -135,27 +135,27 @@ class PieceThread:
             self._resync.reset()
 
     def open(self) -> None:
-        """The replica has its first weights: what has come meanwhile can be merged."""
+        """Begins to take up work, because the replica has its first weights."""
         with self._monitor:
             self._is_open = True
             self._monitor.notify_all()
 
     def put(self, work: Callable[[], None], num_bytes: int = 0) -> None:
-        """Has something done, which keeps so many bytes until then. Never blocks: who receives must go on receiving."""
+        """Adds work to the inbox, which keeps `num_bytes` until it is done. Never blocks, so that receiving goes on."""
         with self._monitor:
             self._inbox.append((work, num_bytes))
             self.num_bytes += num_bytes
             self._monitor.notify_all()
 
     def answer(self, work: Callable[[bool], None]) -> None:
-        """Has something done next, also before `open`; it is told whether the replica can be used. Never blocks."""
+        """Adds work to be done next, even before `open`. Calls it with True if the replica is usable. Never blocks."""
         with self._monitor:
             self._questions.append(work)
             self._monitor.notify_all()
 
     @property
     def has_room(self) -> bool:
-        """Whether there is less to be worked off than there may be."""
+        """True if the inbox holds no more bytes than it may."""
         return self.num_bytes <= self._max_bytes
 
     def contribute(
@@ -167,7 +167,7 @@ class PieceThread:
         values: np.ndarray | None = None,
         data: np.ndarray | None = None,
     ) -> None:
-        """Adds this rank's own contributions, as values or encoded, to a piece that others send to it."""
+        """Adds this rank's own contributions, as values or encoded, to a piece that others also send here."""
         rank, num_bytes = self._membership.rank, (data if values is None else values).nbytes
         self.put(lambda: self._add(layout, piece, rank, contributions, values=values, data=data), num_bytes)
 
@@ -176,19 +176,22 @@ class PieceThread:
         self.put(lambda: self._receive(layout, piece, header, sender, payload), payload.nbytes)
 
     def recheck(self) -> None:
-        """A rank has left, or contributes to another layout, or no more: it is waited for no more."""
+        """Checks again which sums are due, after a rank has left, changed its layout or made its last step."""
         self.put(self._pass_on_what_is_due)
 
     def tell_missed(self, rank: int) -> None:
-        """A rank is silent no longer: tells it what it was not sent."""
+        """Tells a rank that is no longer silent which sums it was not sent."""
         self.put(lambda: self._tell_missed(rank))
 
     def leave_resync(self, layout: Layout, piece: Piece) -> None:
-        """A state was taken without some sums of a piece, among which the one that begins a resync may have been."""
+        """Tells a piece's root not to wait for this rank in a resync.
+
+        A state was taken in place of some sums, which may include the marked message that begins a resync.
+        """
         self.put(lambda: self._resync.begin(layout, piece, takes_part=False))
 
     def forget(self, key: bytes) -> None:
-        """A layout was freed."""
+        """Forgets a layout that was freed."""
         self.put(lambda: self._forget(key))
 
     def close(self) -> None:
@@ -200,11 +203,11 @@ class PieceThread:
     # On the thread.
 
     def run(self) -> None:
-        """Works until `close`. What goes wrong ends the job."""
+        """Works until `close`. An error ends the job."""
         try:
             while (work := self._take()) is not None:
                 work()
-                del work  # Not kept alive while the next one is awaited: it can be large.
+                del work  # Frees its memory, which may be large, before the wait for the next work.
         except BaseException as error:
             self._membership.fail(error)
         finally:
@@ -227,12 +230,16 @@ class PieceThread:
             return work
 
     def _is_to_tell(self) -> bool:
-        """Whether others are to wait, and do not know it, or the other way round."""
+        """True if the others must be told to wait, or that there is room again."""
         most = self._max_bytes // 2 if self._is_full else self._max_bytes
         return (self.num_bytes > most) != self._is_full
 
     def _tell(self) -> None:
-        """On this thread, so that others hear it in order; they hear it though their own inboxes be full."""
+        """Tells the others to wait, or that there is room again.
+
+        Only this thread does it, so that the messages keep their order. Receivers take them even if their inboxes are
+        full.
+        """
         with self._monitor:
             self._is_full = not self._is_full
             kind, others = MessageKind.FULL if self._is_full else MessageKind.ROOM, self._peers.present()
@@ -251,13 +258,16 @@ class PieceThread:
         self._handle(layout, piece, header, sender, payload)
 
     def _take_early(self) -> None:
-        """Takes what was kept, in the order in which it has come."""
+        """Handles the messages that were kept, in their order."""
         early, self._early = self._early, []
         for each in early:
             self._handle(*each)
 
     def _handle(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
-        """Takes a message, or keeps it while a rank has yet to be met: what is passed on to that one would be lost."""
+        """Handles a message, or keeps it while its layout has a rank that has joined without this rank's knowledge.
+
+        Messages that are forwarded to such a rank would be lost.
+        """
         if self._peers.is_ahead(layout.key):
             self._early.append((layout, piece, header, sender, payload))
         elif header.kind is MessageKind.UP:
@@ -282,7 +292,7 @@ class PieceThread:
         data: np.ndarray | None = None,
     ) -> None:
         if piece.index in layout.ended:
-            self.num_late += len(contributions)  # Of a rank that has left: nobody else is left behind.
+            self.num_late += len(contributions)  # The sender has left: the end waits for all other ranks.
             return
         pending = self._sum_of(layout, piece)
         if sender in pending.senders:
@@ -302,7 +312,7 @@ class PieceThread:
 
     @property
     def num_resyncs(self) -> int:
-        """Pieces that were resynced."""
+        """The number of pieces that were resynced."""
         return self._resync.num_resyncs
 
     def _pass_on_what_is_due(self) -> None:
@@ -357,7 +367,7 @@ class PieceThread:
             self._channel.send(rank, header, level=dict(piece.children)[rank])
 
     def _miss(self, layout: Layout, piece: Piece, header: Header) -> None:
-        """This rank was not sent some sums of a piece, nor were those behind it."""
+        """Notes that this rank was not sent some sums of a piece. Tells its children, which lack them, too."""
         for child, level in piece.children:
             self._channel.send(child, header, level=level)
         self._replica.miss(layout, piece, header.sequence)
@@ -365,7 +375,7 @@ class PieceThread:
             self._monitor.notify_all()
 
     def _end_if_due(self, layout: Layout, piece: Piece) -> None:
-        """At the root: tells all that no more comes of a piece, and takes nothing more for it."""
+        """At the root: if a piece is complete, tells all ranks so, and takes nothing more for it."""
         if piece.root != self._membership.rank or piece.index in layout.ended:
             return
         pending = self._sums.get((layout.key, piece.index))
@@ -378,7 +388,7 @@ class PieceThread:
     def _end(self, layout: Layout, piece: Piece, header: Header) -> None:
         for child, level in piece.children:
             self._channel.send(child, header, level=level)
-        self._replica.miss(layout, piece, header.sequence)  # What was left out may be told behind this message.
+        self._replica.miss(layout, piece, header.sequence)  # A MISSED message may come after this END.
         self._resync.end(layout, piece)
         self._sums.pop((layout.key, piece.index), None)
         with self._monitor:
@@ -394,7 +404,7 @@ class PieceThread:
 
 
 def checked_piece(layout: Layout, header: Header, sender: int) -> Piece:
-    """The piece that a message is about; raises ProtocolError if there is none, or the sender has no say in it."""
+    """Returns a message's piece. Raises ProtocolError if it does not exist, or is not the sender's to tell of."""
     if header.piece >= len(layout.pieces):
         raise ProtocolError(f"rank {sender} sent a message about piece {header.piece} of {len(layout.pieces)}.")
     piece = layout.pieces[header.piece]

@@ -1,16 +1,17 @@
-"""How a rank under Canary takes the state of the fastest one.
+"""`Pulling`: a rank under Canary takes the state of the fastest rank.
 
-A state is the weights and the ledgers of the moment, so that it holds each contribution as a whole or not at all. It is
-taken only if all that was merged here was merged there, too: what is on its way then, and in the state, comes with a
-number that a ledger knows, and is not merged again. Else the next one is asked; and if all lack something, it is taken
-from the fastest one, provided that what that lacks never comes there.
+A state is the weights and the ledgers at one moment, so it holds each contribution as a whole or not at all. A rank
+takes a state only if all that was merged here was merged there, too. A message in flight that the state already
+contains is not merged again, because the ledger has its number. If the fastest rank lacks something, the rank asks the
+next one. If all lack something, the rank takes the fastest rank's state. But then the contributions that this state
+lacks must be unable to arrive there later.
 
 A rank that was not sent all messages of a piece asks the root of the piece. The fastest rank may lack the same
-messages: each of two such ranks would take the state of the other one, and lack them for ever.
+messages: two such ranks would take each other's state and lack the messages for ever.
 
-A rank that has just joined takes the state of another one before it merges anything. Who asks it meanwhile is told that
-it has none to give, at once: two such ranks would wait for each other. The state tells of layouts, too, that it has no
-part in: whoever takes its state later may have.
+A rank that has just joined takes another rank's state before it merges anything. Meanwhile it answers at once that it
+has no state to give: otherwise two such ranks would wait for each other. The state also has ledgers of layouts that the
+new rank takes no part in. A rank that later takes its state may take part in them.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ _MAX_ATTEMPTS = 3
 
 
 class Pulling:
-    """Both sides of it at one rank.
+    """Takes other ranks' states, and gives this rank's state.
 
     Args:
-      membership: Waiting.
+      membership: Waits for answers.
       replica: The weights.
-      peers: Who is there.
+      peers: The state of the other ranks.
       channel: Sends messages.
-      silence: Ranks that are not asked.
+      silence: The silent ranks, which are not asked.
 
     Attributes:
-      num_pulls: How many states were taken.
-      num_rejected: How often none was: this rank goes on with what it has.
+      num_pulls: The number of states that were taken.
+      num_rejected: The number of attempts in which no state was taken. This rank went on with its own.
     """
 
     def __init__(self, membership: Membership, replica: Replica, peers: Peers, channel: Channel, silence: Silence):
@@ -50,20 +51,20 @@ class Pulling:
         self._silence = silence
         self._passes_by = False
         self._asked: int | None = None
-        self._state: np.ndarray | None = None  # Empty where the rank that was asked has none to give.
+        self._state: np.ndarray | None = None  # Empty if the rank that was asked has none to give.
         self.num_pulls = self.num_rejected = 0
 
     def pull(self, step: int, *, waits_for_silent: bool = False) -> None:
-        """Takes the state of the fastest rank whose state may be taken; it asks three at most that have one.
+        """Takes the state of the fastest rank whose state may be taken. Looks at up to three states.
 
-        Roots of pieces that this rank lacks messages of come before all others.
+        Roots of pieces of which this rank lacks messages come before all others.
 
         Args:
           step: For error messages.
           waits_for_silent: True if silent ranks are asked, too. A rank that has just joined always asks them.
 
-        Blocks: until each has answered, which takes no computation of it; or it has left, and be it that another
-          process has taken its place since; or it is silent, and this rank can do without.
+        Blocks: until each rank that is asked has answered, or has left (another process may have taken its place), or
+          is silent, if silent ranks are not waited for. An answer does not wait for a computation.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -72,7 +73,7 @@ class Pulling:
         self._passes_by = self._replica.is_complete and not waits_for_silent
         while num_attempts < _MAX_ATTEMPTS:
             with self._membership.monitor:
-                # The ranks that take part may have changed since this one has last contributed.
+                # The ranks that take part may have changed since this rank's last contribution.
                 key, without = self._peers.present_key(), without | self._passed_by()
                 fastest = self._source(without | refused)
                 if may_drop := fastest is None or num_attempts == _MAX_ATTEMPTS - 1:
@@ -99,7 +100,7 @@ class Pulling:
         self.num_rejected += 1
 
     def roots_of_gaps(self) -> set[int]:
-        """The roots that have merged what this rank lacks, without those that have left."""
+        """The roots that have merged what this rank lacks, except roots that have left."""
         return self._peers.roots_that_take_part(self._replica.pieces_with_gaps())
 
     def _source(self, except_for: Collection[int]) -> int | None:
@@ -115,11 +116,11 @@ class Pulling:
         return self._silence.ranks if self._passes_by else frozenset()
 
     def receive(self, sender: int, payload: np.ndarray) -> None:
-        """A state has come; the monitor is held. One that was asked for earlier is of no use any more."""
+        """Takes a state that has come, unless it comes from a rank asked earlier. The monitor must be held."""
         if sender == self._asked:
             self._state = payload
 
     def answer(self, rank: int, key: bytes, *, has_state: bool) -> None:
-        """Sends this rank's state, if it has one to give."""
+        """Sends this rank's state, or an empty answer if there is none to give."""
         state = self._replica.state(rank, key[rank]) if has_state and self._replica.is_complete else []
         self._channel.send(rank, self._channel.header(MessageKind.STATE, key), state)

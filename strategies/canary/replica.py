@@ -1,9 +1,9 @@
-"""The weights of one rank under Canary, and the book of what was merged into them.
+"""The weights of one rank under Canary, and the record of what was merged into them.
 
-    what a rank computes with  =  what is merged  +  its own contributions under way, at their full size
+    weights of the graph  =  merged weights  +  own contributions in flight, at their full size
 
-See `hop_tf.runtime.averaging`. The book tells which those are: contributions of a rank to a piece are merged in their
-order.
+See `hop_tf.runtime.averaging`. The ledgers tell which contributions are in flight, because those of a rank to a piece
+are merged in order.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _Own:
 
     Attributes:
       num_sent: The number of all contributions.
-      latest: The latest ones, at their full size: the bucket that the graph has handed out, or the sum of several,
-        which are merged together; and their number. Those that are merged are dropped by the next `add_to`.
-      num_kept: The number of these.
+      latest: The latest contributions at their full size. Each entry is a number of contributions and the bucket from
+        the graph, or the sum of several contributions that are merged together. `add_to` drops those that are merged.
+      num_kept: The number of contributions in `latest`.
     """
 
     num_sent: int = 0
@@ -49,7 +49,7 @@ class _Own:
     num_kept: int = 0
 
     def add(self, encoding: PieceEncoding, piece: Piece, bucket: np.ndarray, joins_last: bool) -> None:
-        """A contribution is about to be sent, or kept back together with the last one."""
+        """Records a contribution that is about to be sent, or kept back together with the last one."""
         number = 1
         if joins_last:
             number, last = self.latest.pop()
@@ -60,7 +60,7 @@ class _Own:
         self.num_kept += 1
 
     def add_to(self, encoding: PieceEncoding, piece: Piece, num_merged: int, total: np.ndarray) -> None:
-        """Adds those that are not merged to `total`, if `num_merged` are merged."""
+        """Adds the contributions after the first `num_merged` ones, which are merged, to `total`."""
         while self.num_kept > self.num_sent - num_merged:
             self.num_kept -= self.latest.popleft()[0]
         for number, values in self.latest:
@@ -68,7 +68,7 @@ class _Own:
 
 
 def _added(encoding: PieceEncoding, piece: Piece, number: int, values: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """`total`, to which a contribution, or the sum of `number`, was added."""
+    """Adds a contribution, or the sum of `number` contributions, to `total`, and returns `total`."""
     if number > 1:
         total += values
     else:
@@ -77,28 +77,30 @@ def _added(encoding: PieceEncoding, piece: Piece, number: int, values: np.ndarra
 
 
 class Replica:
-    """The weights as the communication threads know them, and what the graph computes with: it merges nothing itself.
+    """The weights into which the communication threads merge, and from which the graph gets the weights of a step.
 
-    A message is merged as a whole, or not at all: whoever holds the lock sees weights and ledgers that agree.
+    A message is merged as a whole or not at all: a thread that holds the lock sees weights and ledgers that agree.
 
     Args:
       rank: This rank.
       world_size: n.
-      network: Whose routes pieces take.
-      encoding: How pieces travel, and where they lie.
-      pool: Where large arrays come from.
+      network: The network whose routes pieces take.
+      encoding: The encoding and the places of pieces.
+      pool: The source of large arrays.
 
     Attributes:
-      rank: The same.
-      encoding: The same.
+      rank: This rank.
+      encoding: The encoding and the places of pieces.
       lock: Guards weights and ledgers.
-      weights: What is merged: one vector for each bucket, where colayers lie one behind the other. None before `begin`.
-      is_complete: Whether the ledgers tell all that the weights hold: else no other replica can take their state.
-      snapshots: By layout and piece, what it was with the message that has begun the resync which is under way.
-      gei: Whose contributions were merged.
-      gaps: By layout and piece, the number up to which messages are missing: they are in the states of others.
-      num_duplicates: Messages that were merged before.
-      num_late: Contributions that came behind some of the same root which a state had not held that was taken.
+      weights: The merged weights: one vector for each bucket, where colayers lie one behind the other. None before
+        `begin`.
+      is_complete: True if the ledgers tell all that the weights hold. Otherwise no other replica can take the state.
+      snapshots: By layout and piece, the piece's values after the marked message of the resync that is in progress.
+      gei: The gradient exchange index: the contributions that were merged.
+      gaps: By layout and piece, the number up to which messages are missing here. Other ranks' states contain them.
+      num_duplicates: The number of messages that had been merged before.
+      num_late: The number of contributions to freed layouts that came after a gap: the state that was taken lacked
+        earlier messages of the same root.
     """
 
     def __init__(
@@ -119,17 +121,17 @@ class Replica:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the session that was."""
+        """Forgets the previous session."""
         with self.lock:
             self.weights: list[np.ndarray] | None = None
             self.is_complete = False
             self.gei = GEIMatrix(self._world_size, len(self.encoding.sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             self.gaps: dict[tuple[bytes, int], int] = {}
-            # Both are replaced, and not changed: they are looked at without the lock, for each message.
+            # `_layouts` and `_past` are replaced, never changed, because each message reads them without the lock.
             self._layouts: dict[bytes, Layout] = {}
             self._own: dict[tuple[bytes, int], _Own] = {}  # By layout and piece.
-            # Of layouts that were freed, and of those that this rank has no part in: what the weights hold of them.
+            # The ledgers of layouts that were freed, and of those that this rank takes no part in.
             self._past: dict[bytes, Ledger] = {}
 
     def begin(self, weights: Sequence[np.ndarray]) -> None:
@@ -140,10 +142,10 @@ class Replica:
             self._own = {}
 
     def layout(self, key: bytes) -> Layout:
-        """The layout of that key.
+        """Returns the layout of a key, and creates it if it is new.
 
         Raises:
-          ProtocolError: If this rank does not take part in it, or it was freed.
+          ProtocolError: If this rank takes no part in the layout, or the layout was freed.
         """
         if (known := self._layouts.get(key)) is not None:
             return known
@@ -157,32 +159,33 @@ class Replica:
             return self._layouts[key]
 
     def layouts(self) -> list[Layout]:
-        """Those that are known, and were not freed."""
+        """The layouts that are known and were not freed."""
         return list(self._layouts.values())
 
     def known_keys(self) -> list[bytes]:
-        """Of all layouts that the ledgers tell of."""
+        """The keys of all layouts that have a ledger here."""
         return [*self._layouts, *self._past]
 
     def free(self, layout: Layout) -> None:
-        """Nothing of a layout is taken any more, but for what waits to be merged. Its ledger is kept: see `adopt`."""
+        """Frees a layout. Only what already waits to be merged is still taken. The ledger is kept: see `adopt`."""
         with self.lock:
-            self._past = {**self._past, layout.key: layout.ledger}  # First: it is known, or freed, at any moment.
+            # First, so that at any moment the layout is known or freed.
+            self._past = {**self._past, layout.key: layout.ledger}
             self._layouts = {key: each for key, each in self._layouts.items() if key != layout.key}
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
             self.gaps = {where: number for where, number in self.gaps.items() if where[0] != layout.key}
             self._own = {where: own for where, own in self._own.items() if where[0] != layout.key}
 
     def is_known(self, key: bytes) -> bool:
-        """Whether something of a layout has come, or was sent, and may come again."""
+        """True if a layout exists here and was not freed, so that more of it may come."""
         return key in self._layouts
 
     def is_freed(self, key: bytes) -> bool:
-        """Whether nothing of a layout is taken any more; also of one that this rank has had no part in."""
+        """True if nothing of a layout is taken any longer. Also true if this rank took no part in the layout."""
         return key in self._past
 
     def read(self) -> tuple[np.ndarray, ...]:
-        """What the graph is to compute with, at a moment between two merges: what is merged, and own contributions.
+        """The weights that the graph is to compute with: the merged ones, and own contributions in flight.
 
         Blocks: for one merge of a piece, or while a state is copied or taken.
         """
@@ -196,7 +199,7 @@ class Replica:
             return copies
 
     def merged(self) -> tuple[np.ndarray, ...]:
-        """A copy of what is merged. Blocks: as `read` does."""
+        """A copy of the merged weights. Blocks: as `read` does."""
         with self.lock:
             copies = []
             for values in self.weights:
@@ -207,13 +210,13 @@ class Replica:
     # Own contributions.
 
     def stand_in(self, layout: Layout, piece: Piece, bucket: np.ndarray, *, joins_last: bool = False) -> None:
-        """A contribution of this rank is about to be sent, or is kept back and sent together with the last one.
+        """Records a contribution of this rank, which stands in for the mean until it is merged.
 
         Args:
           layout: The layout.
           piece: The piece.
-          bucket: What the graph has handed out of the piece's colayer. Nobody writes to it any more.
-          joins_last: True if it is sent together with the last one.
+          bucket: The bucket of the piece's colayer from the graph. The caller must not write to it any longer.
+          joins_last: True if the contribution is kept back and sent together with the last one.
         """
         with self.lock:
             self._own.setdefault((layout.key, piece.index), _Own()).add(self.encoding, piece, bucket, joins_last)
@@ -221,14 +224,14 @@ class Replica:
     # Merging.
 
     def merge(self, layout: Layout, piece: Piece, header: Header, data: np.ndarray) -> bool:
-        """Adds what a root has sent out; False if that was merged before, or it cannot be any more."""
+        """Adds a root's message to the weights. Returns False if it was merged before, or an earlier one is missing."""
         with self.lock:
             next_one = layout.ledger.sequences[piece.index] + 1
             if header.sequence < next_one:
                 self.num_duplicates += 1
                 return False
             if header.sequence > next_one:
-                if self.is_freed(layout.key):  # A state has come without the one before.
+                if self.is_freed(layout.key):  # The state that was taken lacks an earlier message.
                     self.num_late += len(header.contributions)
                 self.miss(layout, piece, header.sequence)
                 return False
@@ -242,19 +245,19 @@ class Replica:
             return True
 
     def miss(self, layout: Layout, piece: Piece, sequence: int) -> None:
-        """This rank was not sent all messages of a root up to that one."""
+        """Records a gap: this rank was not sent all messages of a root up to number `sequence`."""
         with self.lock:
             if sequence > layout.ledger.sequences[piece.index] and not self.is_freed(layout.key):
                 where = layout.key, piece.index
                 self.gaps[where] = max(sequence, self.gaps.get(where, 0))
 
     def pieces_with_gaps(self) -> list[tuple[Layout, Piece]]:
-        """The pieces of which this rank lacks messages. Their roots have merged these."""
+        """The pieces of which this rank lacks messages. Their roots have merged these messages."""
         with self.lock:
             return [(self._layouts[key], self._layouts[key].pieces[index]) for key, index in self.gaps]
 
     def slice_of(self, piece: Piece) -> np.ndarray:
-        """The piece of the weights; the lock is held."""
+        """The part of the weights that is the piece, as a view. The lock must be held."""
         return self.weights[piece.bucket][piece.where]
 
     # The state of another replica.
@@ -263,8 +266,8 @@ class Replica:
         """The ledgers, the index, snapshots and weights, copied at the same moment, for another rank.
 
         Args:
-          rank: That rank.
-          incarnation: Its byte in the keys of the layouts that it takes part in: of others it needs no snapshots.
+          rank: The other rank.
+          incarnation: The rank's byte in the keys of its layouts. The state has snapshots of only these layouts.
         """
         with self.lock:
             tables = join_tables({key: ledger.table.copy() for key, ledger in self._ledgers().items()}, self._past)
@@ -277,27 +280,28 @@ class Replica:
     def adopt(self, payload: np.ndarray, giver: int, incarnations: bytes, *, may_drop: bool = False) -> bool:
         """Takes another replica's state, unless something that was merged here was not merged there.
 
-        Weights hold what was merged of all layouts, those of the past and of others too: so all ledgers are compared,
-        and taken. Of layouts that this rank has no part in they are kept for those that will take its state.
+        The weights hold what was merged of all layouts, including past layouts and those of other ranks. So all ledgers
+        are compared and taken. Ledgers of layouts that this rank takes no part in are kept for ranks that will take its
+        state.
 
-        Of a layout of which nothing is taken any more, the two may differ for ever: a root has died between one rank
-        and the next, or has sent something when the other one had not joined. Not to take its state ever again would be
-        worse than to drop that.
+        In a past layout, two replicas may differ for ever: a root died between sending to one rank and the next, or
+        sent a message before the other rank had joined. To drop such a message is better than never to take the state.
 
-        A rank with gaps may be a root that is ahead of all in its own pieces. It keeps these, and takes the others.
+        A rank with gaps may be a root that is ahead of all others in its own pieces. It keeps these pieces, and takes
+        the others.
 
         Args:
-          payload: What `state` has given there, joined as bytes.
-          giver: The rank that has given it.
+          payload: The parts that `state` has returned there, joined as bytes.
+          giver: The rank that has given the state.
           incarnations: For each rank its byte in the keys of the layouts that it takes part in.
-          may_drop: Whether to take it too if what was not merged there never will be, and nothing that builds on it
-            comes here. It is in this replica no more then.
+          may_drop: True to take the state even if it lacks messages that were merged here. But these messages must be
+            of layouts of which nothing more comes here or to the giver. This replica then loses them.
 
         Returns:
-          Whether it was taken.
+          True if the state was taken.
 
         Raises:
-          ProtocolError: If it is of other weights, or pieces.
+          ProtocolError: If the state is of other weights or pieces.
         """
         if len(parts := split(payload)) < 3:
             raise ProtocolError(f"a state of {len(parts)} parts came.")
@@ -316,7 +320,7 @@ class Replica:
             snapshots = {
                 where: self._checked(where, values)
                 for where, values in snapshots.items()
-                if not self.is_freed(where[0])  # Nothing more comes here of a resync of such a one.
+                if not self.is_freed(where[0])  # Nothing more comes here of a resync in a freed layout.
             }
             is_past = {key: key in freed or key[giver] != incarnations[giver] for key in self._past}
             compared = [key for key in ledgers if not (may_drop and is_past.get(key))]
@@ -340,9 +344,9 @@ class Replica:
     def _pieces_ahead(
         self, tables: Mapping[bytes, np.ndarray], compared: Collection[bytes]
     ) -> list[tuple[Layout, Piece]]:
-        """Pieces in which this rank, which has gaps in others, is ahead of a state.
+        """The pieces in which this rank, if it has gaps in others, is ahead of a state.
 
-        None if the two differ in several of the layouts that are compared, because pieces of these overlap.
+        Empty if the two differ in several of the layouts that are compared, because pieces of these overlap.
         """
         if not self.gaps:
             return []
@@ -356,7 +360,7 @@ class Replica:
         return [(layout, piece) for piece in layout.pieces if ahead[piece.index]]
 
     def _read_piece(self, layout: Layout, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Its values, its row of the ledger, and its snapshot."""
+        """Copies a piece's values and its row of the ledger. Returns them with its snapshot."""
         row = layout.ledger.table[piece.index].copy()
         return self.slice_of(piece).copy(), row, self.snapshots.get((layout.key, piece.index))
 
@@ -370,7 +374,7 @@ class Replica:
             self.snapshots[layout.key, piece.index] = snapshot
 
     def _lacks(self, key: bytes, index: int, number: int) -> bool:
-        """True if a message of that number of a piece is not merged."""
+        """True if a known layout's piece lacks the message of that number."""
         return key in self._layouts and self._layouts[key].ledger.sequences[index] < number
 
     def _ledgers(self) -> dict[bytes, Ledger]:

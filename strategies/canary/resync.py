@@ -1,12 +1,13 @@
-"""Keeps the replicas of Canary together: now and then each piece becomes the mean of what it is on all ranks.
+"""Keeps the replicas of Canary together: now and then each piece becomes the mean of its values on all ranks.
 
-Replicas that have merged the same messages differ by rounding only, unless messages were lost, or something has changed
-the weights of one. But at no moment have all merged the same. So the root marks one of its messages: everybody tells it
-what the piece is when just that message is merged, and adds the difference between the mean and that to what the piece
-has become since. Digests tell first whether there is a difference: mostly there is none, to the bit. Nobody waits. Who
-takes another rank's weights meanwhile also takes what these were with the message: the difference is to be that.
+Replicas that have merged the same messages differ by rounding only. The exceptions are lost messages, and changes to
+the weights of one rank. But at no moment have all ranks merged the same messages. So the root marks one of its
+messages. Each rank takes a snapshot of the piece right after this message, and reports it to the root. The root sends
+out the mean of the snapshots, and each rank adds the difference between the mean and its own snapshot. Ranks report
+digests first, because mostly the snapshots are equal to the bit. No rank waits. A rank that takes another rank's
+weights meanwhile also takes that rank's snapshot, because the difference must fit the weights.
 
-When ranks have left or joined, messages among those before have no order with those among those after. So a rank that
+When ranks leave or join, messages of the previous layout have no order relative to those of the next one. A rank that
 may merge both takes no part in a resync, and as a root begins none.
 """
 
@@ -32,10 +33,10 @@ class Resync:
     """The resyncs of the pieces of one of the network's threads.
 
     Args:
-      replica: What is resynced.
+      replica: The replica whose pieces are resynced.
       rank: This rank.
-      interval: Iterations between two resyncs of a piece; None: there are none.
-      takes_part: Whether a rank of a layout takes part still.
+      interval: Iterations between two resyncs of a piece, or None for no resyncs.
+      takes_part: `takes_part(layout, rank)` returns True if a rank of a layout still takes part.
       send: `send(rank, level, kind, layout, piece, sequence, values)` sends values of a piece to a rank, on the lane of
         an interface.
     """
@@ -57,15 +58,15 @@ class Resync:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what is under way."""
-        self._begun: dict[_Key, int] = {}  # At the root: in which interval the latest one has begun.
-        # At the root, of each rank: its digest, and its values where these were asked for.
+        """Forgets the resyncs in progress."""
+        self._begun: dict[_Key, int] = {}  # At the root: the interval in which the latest resync began.
+        # At the root: each rank's digest, or its values after the root has asked for these.
         self._received: dict[_Key, dict[int, np.ndarray]] = {}
         self._asked: set[_Key] = set()
-        self._numbers: collections.Counter[_Key] = collections.Counter()  # At the root: of the latest one that was had.
+        self._numbers: collections.Counter[_Key] = collections.Counter()  # At the root: the number of the latest mean.
 
     def is_due(self, layout: Layout, piece: Piece, iteration: int) -> bool:
-        """Whether the root is to mark the message that it is about to send, of that iteration."""
+        """True if the root is to mark the message of `iteration` that it is about to send. Then a resync begins."""
         key = layout.key, piece.index
         if self._interval is None or key in self._received or not self._is_alone(layout):
             return False
@@ -77,13 +78,13 @@ class Resync:
         return True
 
     def begin(self, layout: Layout, piece: Piece, *, takes_part: bool = True) -> None:
-        """The marked message has come.
+        """Reports this rank's digest to the root, after the marked message has come.
 
         Args:
           layout: The layout.
           piece: The piece.
-          takes_part: Whether it is merged just now. Else it was part of a state that was pulled: what the piece was is
-            told by the rank that gave it, if that takes part, and the root is told not to wait for another one.
+          takes_part: True if the message was merged just now. False if it may be part of a pulled state. Then the rank
+            that gave the state reports, if it takes part. This rank only tells the root not to wait for it.
         """
         with self._replica.lock:
             if takes_part and not self._is_alone(layout):
@@ -93,19 +94,19 @@ class Resync:
         )
 
     def _snapshot(self, layout: Layout, piece: Piece) -> np.ndarray:
-        """What the piece was with the marked message; empty where that is not known, or of no use."""
+        """The piece's values right after the marked message. Empty if they are unknown or of no use."""
         with self._replica.lock:
             return self._replica.snapshots.get((layout.key, piece.index), _NOTHING)
 
     def _tell(self, layout: Layout, piece: Piece, kind: MessageKind, values: np.ndarray) -> None:
-        """Sends something to the piece's root."""
+        """Sends a digest or values to the piece's root, which may be this rank."""
         if piece.root == self._rank:
             self._collect(layout, piece, self._rank, kind, values)
         else:
             self._send(piece.root, piece.thread, kind, layout, piece, 0, values)
 
     def _is_alone(self, layout: Layout) -> bool:
-        """Whether messages of other layouts can neither have been merged among those of this one, nor come yet."""
+        """True if this layout is the only one that is not freed, so that no messages of others mix with its own."""
         return [each.key for each in self._replica.layouts()] == [layout.key]
 
     def receive(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
@@ -124,7 +125,7 @@ class Resync:
                 self._go_down(layout, piece, header.sequence, values)
 
     def end(self, layout: Layout, piece: Piece) -> None:
-        """No more comes of a piece: its resync, if one is under way, is given up, and that on all ranks."""
+        """Gives up a piece's resync, if there is one, because nothing more of the piece comes. All ranks do so."""
         where = layout.key, piece.index
         self._received.pop(where, None)
         self._asked.discard(where)
@@ -134,14 +135,14 @@ class Resync:
             self._replica.snapshots.pop(where, None)
 
     def forget(self, key: bytes) -> None:
-        """A layout was freed."""
+        """Forgets a layout that was freed."""
         for of_pieces in (self._begun, self._received, self._numbers):
             for where in [where for where in of_pieces if where[0] == key]:
                 del of_pieces[where]
         self._asked = {where for where in self._asked if where[0] != key}
 
     def recheck(self) -> None:
-        """Ranks have left: they are waited for no more."""
+        """Stops waiting for ranks that have left."""
         for key, index in list(self._received):
             layout = self._replica.layout(key)
             self._finish_if_complete(layout, layout.pieces[index])
@@ -171,11 +172,11 @@ class Resync:
         mean = np.empty(0, self._replica.encoding.dtype_of(piece))
         if not are_alike:
             mean = np.mean(snapshots, axis=0, dtype=np.float64).astype(mean.dtype)
-        self._numbers[key] += 1  # The ledger does not count those that the root itself has no part in.
+        self._numbers[key] += 1  # Not the ledger's number, which omits resyncs in which the root takes no part.
         self._go_down(layout, piece, self._numbers[key], mean)
 
     def _ask(self, layout: Layout, piece: Piece, ranks: Collection[int]) -> None:
-        """Digests differ: asks those that have sent one for their values; the others have none."""
+        """Asks the ranks that have sent digests for their values, because digests differ. The others have no values."""
         key = layout.key, piece.index
         self._asked.add(key)
         self._received[key] = {rank: _NOTHING for rank in self._received[key] if rank not in ranks}
@@ -186,9 +187,9 @@ class Resync:
         self._collect(layout, piece, self._rank, MessageKind.SNAPSHOT, own)
 
     def _go_down(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
-        """Spreads a mean on the way of the root's other messages: the next marked one comes behind it.
+        """Spreads a mean on the route of the root's other messages, so that it comes before the next marked message.
 
-        It is empty where all replicas are alike, as they are unless something was lost: nothing is to be added then.
+        The mean is empty if all replicas are alike, as they are unless something was lost. Then nothing is added.
         """
         for child, level in piece.children:
             if self._takes_part(layout, child):
@@ -198,7 +199,7 @@ class Resync:
     def _apply(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
         with self._replica.lock:
             if sequence <= layout.ledger.resyncs[piece.index]:
-                return  # A state was pulled meanwhile, of a replica that had added it.
+                return  # A state that was pulled meanwhile contains this resync.
             own = self._replica.snapshots.pop((layout.key, piece.index), None)
             if own is not None:
                 layout.ledger.resyncs[piece.index] = sequence
@@ -209,6 +210,6 @@ class Resync:
 
 
 def _digest(values: np.ndarray) -> np.ndarray:
-    """Few bytes that are others where the values are; none of none."""
+    """A short digest of the values. Empty input gives an empty digest."""
     digest = hashlib.blake2b(values.view(np.uint8), digest_size=_DIGEST_BYTES).digest() if values.size else b""
     return np.frombuffer(digest, np.uint8)

@@ -27,40 +27,40 @@ from hop_tf.transport.base import Message, Transport
 from hop_tf.transport.session_transport import SessionTransport
 
 _GATHER, _CALL = "canary_session/gather", "canary_session/call"
-# Of a gathered message: which ranks it is between, and how many were before it there.
+# Of a gathered message: a digest of the ranks that take part, and the number of earlier exchanges among these ranks.
 _HEADER = struct.Struct("<Iq")
 
 
 class CanarySession:
-    """Table 3's methods, over any transport. Use as a context manager.
+    """The methods of Table 3, over any transport. Use as a context manager.
 
-    Any two ranks call those collectives that both take part in in the same order; of others, such as those of other
-    cubes, each may call as many as it likes in between. Ranks tell each other what they are about to do: if one does
-    something else, that is an error. Ranks and iterations count from 0.
+    Two ranks must call the collectives that both take part in in the same order. In between, each may call any number
+    of other collectives, such as those of other cubes. Ranks tell each other their calls: a different call is an error.
+    Ranks and iterations count from 0.
 
-    Several sessions may follow each other on a transport, or go on at the same time: the k-th one that is made for the
-    transport of a rank is one with the k-th ones of the others. None is entered twice.
+    Several sessions may follow each other on a transport, or run at the same time. The k-th session on a rank's
+    transport belongs with the k-th sessions of the other ranks. A session can be entered only once.
 
     Args:
-      transport: The started transport of this rank; the session does not close it.
+      transport: The started transport of this rank. The session does not close it.
       world_size: n.
       algorithm: As for `CanaryStrategy`. Default "mesh".
       num_colayers: k, the length of a row vector. Default 1.
       max_staleness: The threshold s. Default 16.
       min_colayers: The threshold p. Default None: all colayers.
-      codec: What float32 tensors are encoded with in `all_reduce`. Default None: they travel as they are.
+      codec: Encodes float32 tensors in `all_reduce`. Default None: they travel as they are.
       options: Deadlines. Default: `CommunicationOptions()`.
-      monitor: The rank's monitor. Default: that of real threads.
+      monitor: The rank's monitor. Default: a monitor of real threads.
 
     Raises:
       ValueError: If an argument is out of range, or `algorithm` does not fit `world_size`.
-      MismatchError: By `__enter__`, if a rank has another `algorithm`, codec or `num_colayers`. A rank may hear of that
-        from another one that has given up: then it is a PeerLostError.
-      HopError: By `__enter__`, if the session was entered before, or a rank is lost; by collectives, unless it was
-        entered and has not ended, here and on the ranks that take part.
+      MismatchError: By `__enter__`, if a rank has another `algorithm`, codec or `num_colayers`. If another rank gives
+        up first for that reason, this rank raises PeerLostError instead.
+      HopError: By `__enter__`, if the session was entered before, or a rank is lost. By collectives, if the session was
+        not entered or has ended, here or on a rank that takes part.
 
-    Blocks: `__enter__`, until all ranks enter; `__exit__`, until what was sent has arrived at those that still listen,
-      at most `progress_timeout_seconds`: the transport may be closed then.
+    Blocks: `__enter__`, until all ranks enter. `__exit__`, until all messages have arrived at the ranks that still
+      listen, at most `progress_timeout_seconds`. The transport may be closed then.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class CanarySession:
         self._is_running = False
         self._reductions: dict[tuple, AllReduce] = {}
         self._num_steps: dict[tuple, int] = {}
-        # By the ranks that take part.
+        # Keyed by the ranks that take part.
         self._num_gathers: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._gathered: dict[tuple[int, int, int], np.ndarray] = {}
-        # By rank: calls together with it, here and there, that were not compared yet.
+        # By rank: this rank's and the other rank's common calls that were not compared yet.
         self._own_calls: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
         self._calls_there: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
         self._settings = f"algorithm={self._network}, num_colayers={num_colayers}, codec={self._codec}"
@@ -134,7 +134,7 @@ class CanarySession:
         self._is_running = False
         reason = "it has ended the session" if error is None else f"{kind.__name__}: {error}"
         deadline = self._membership.monitor.now() + self._progress_timeout_seconds
-        self._membership.flush(deadline)  # Whoever hears the farewell has all that was sent before.
+        self._membership.flush(deadline)  # So a rank that hears the farewell has all earlier messages.
         self._membership.leave(sent_rounds={}, reason=reason, abort=error is not None, final=True)
         self._membership.flush(deadline)
         self._transport.end_session()
@@ -154,7 +154,7 @@ class CanarySession:
     def _exchange(
         self, ranks: tuple[int, ...], values: Mapping[int, np.ndarray], lane: int, operation: str
     ) -> Mapping[int, np.ndarray]:
-        """Sends to each other one of `ranks` its values. Returns the bytes that each has sent in the same call."""
+        """Sends each of the other `ranks` its values. Returns the bytes that each has sent in the same call."""
         group, number = _digest(ranks), self._num_gathers[ranks]
         self._num_gathers[ranks] += 1
         for rank, array in values.items():
@@ -166,19 +166,19 @@ class CanarySession:
             return {rank: self._gathered.pop((rank, group, number)) for rank in values}
 
     def _check_is_running(self, ranks: Sequence[int]) -> None:
-        """Raises HopError unless the session was entered, and has not ended, here and on these ranks."""
+        """Raises HopError if the session was not entered here, or has ended here or on one of these ranks."""
         if not self._is_running:
             raise HopError(
                 f"rank {self.rank}: collectives of a session are called between its begin and end, in `with`."
             )
-        self._membership.check()  # Who has given up has told why.
+        self._membership.check()  # Raises the reason if a rank has given up.
         with self._membership.monitor:
             ended = sorted(self._membership.departed() & set(ranks))
         if ended:
             raise PeerLostError(f"rank {self.rank}: ranks {ended} have ended the session, and call nothing more.")
 
     def _announce(self, ranks: Sequence[int], call: str) -> None:
-        """Tells the others what this rank is about to do."""
+        """Tells the others which call this rank is about to make."""
         for rank in ranks:
             if rank != self.rank:
                 self._note_call(self._own_calls, rank, call)
@@ -188,7 +188,7 @@ class CanarySession:
         self._note_call(self._calls_there, message.sender, message.header.decode(errors="replace"))
 
     def _note_call(self, calls: Mapping[int, collections.deque[str]], rank: int, call: str) -> None:
-        """Compares the first calls that are known on both sides."""
+        """Records a call, and compares the oldest call of each side if both are known."""
         with self._membership.monitor:
             calls[rank].append(call)
             here, there = self._own_calls[rank], self._calls_there[rank]
@@ -208,7 +208,10 @@ class CanarySession:
         )
 
     def _wait_compared(self, ranks: Sequence[int]) -> None:
-        """Values may come before the word of what they are for; to ranks that did something else they mean nothing."""
+        """Waits until all own calls were compared with the other ranks'.
+
+        Values may arrive before the call that they belong to. If the other rank has made another call, they are wrong.
+        """
         self._membership.wait(
             lambda: [rank for rank in ranks if self._own_calls[rank]], operation="hear what the others call"
         )
@@ -220,23 +223,23 @@ class CanarySession:
     ) -> np.ndarray:
         """Collects the pieces with this rank's index from all ranks of a cube: the first stage of Table 2.
 
-        The ranks of a cube call it equally often, whatever those of others do. What they send is on the lane, and so
-        the interface, of the cube's level.
+        The ranks of a cube must call it equally often. Other cubes do not matter. Messages use the lane, and so the
+        interface, of the cube's level.
 
         Args:
           tensor: Array of floating-point values or integers, of the same shape and dtype on all ranks that take part.
           cube: <level, index> of a cube of a BCube that this rank is in. Default None: all ranks.
-          pieces: Into how many pieces the tensor, seen as a vector, is cut. The j-th one is collected by the rank whose
-            place in the cube is j modulo its size. Default None: as many as ranks.
+          pieces: The number of pieces into which the tensor, seen as a vector, is cut. The rank whose place in the cube
+            is j modulo the cube's size collects piece j. Default None: the number of ranks.
 
         Returns:
-          1-D array: the sums over the cube of this rank's pieces, one behind the other. Of integers they are as
-          `np.sum` makes them, of 64 bits.
+          1-D array: the sums over the cube of this rank's pieces, one behind the other. Sums of integers have 64 bits,
+          as `np.sum` makes them.
 
         Blocks: until all ranks of the cube have called it.
 
         Raises:
-          ValueError: If this rank is not in the cube, or `pieces` is no integer of at least 1.
+          ValueError: If this rank is not in the cube, or `pieces` is not an integer of at least 1.
           MismatchError: If a rank of the cube calls something else.
           HopError: If a rank is lost.
         """
@@ -267,28 +270,28 @@ class CanarySession:
     ) -> np.ndarray:
         """Averages a tensor over ranks.
 
-        The ranks that take part call it equally often, whatever others do. What those of a cube send is on the lane,
-        and so the interface, of the cube's level. The paper's example passes both `cube` and `piece_level`, and does
-        not say what the two mean together: here one of them says who takes part.
+        The ranks that take part must call it equally often. Other ranks do not matter. Messages within a cube use the
+        lane, and so the interface, of the cube's level. The paper's example passes both `cube` and `piece_level`, and
+        does not say what the two mean together. Here only one of them may be given.
 
         Args:
           tensor: Array of floating-point values, of the same shape and dtype on all ranks that take part.
-          cube: <level, index> of a cube of a BCube that this rank is in: its ranks take part. Default None: as
-            `piece_level` says.
-          piece_level: Over how many levels of a BCube pieces are exchanged: the ranks that differ in the digits of the
-            lowest `piece_level` levels only take part. Default None: all ranks.
+          cube: <level, index> of a cube of a BCube that this rank is in: its ranks take part. Default None:
+            `piece_level` decides.
+          piece_level: The number of BCube levels over which pieces are exchanged. The ranks that take part are those
+            whose digits differ in the lowest `piece_level` levels only. Default None: all ranks.
           iteration: If given, the gradient exchange index notes that the ranks' gradients of this iteration are merged.
-          colayer: Which colayer's.
+          colayer: The colayer of these gradients. Default 0.
 
         Returns:
           The mean, equal to the bit on all ranks that take part.
 
-        Blocks: until all of them have called it.
+        Blocks: until all ranks that take part have called it.
 
         Raises:
-          ValueError: If this rank is not in the cube, there is no such level, iteration or colayer, both `cube` and
-            `piece_level` are given, or the tensor has other values, such as integers.
-          MismatchError: If one of these ranks calls something else.
+          ValueError: If this rank is not in the cube, or there is no such level, iteration or colayer. Also if both
+            `cube` and `piece_level` are given, or the tensor has other values, such as integers.
+          MismatchError: If a rank that takes part calls something else.
           HopError: If a rank is lost.
         """
         if iteration is not None:
@@ -367,10 +370,10 @@ class CanarySession:
     # GEI handler.
 
     def begin_iteration(self, iteration: int) -> None:
-        """Some rank has started `iteration`: the matrix has rows up to that one.
+        """Records that some rank has started `iteration`, and adds rows up to that iteration.
 
         Raises:
-          ValueError: If it is no integer of at least 0; so do the methods below, where that is asked for.
+          ValueError: If `iteration` is not an integer of at least 0. The methods below also raise it.
         """
         check_integer("iteration", iteration, at_least=0)
         self._index.start(iteration)
@@ -387,25 +390,25 @@ class CanarySession:
     # Consistency controller.
 
     def calc_staleness(self, iteration: int) -> int:
-        """How far `iteration` is behind the newest one that is known to have started; less than 0 if it is ahead."""
+        """The iterations that `iteration` is behind the newest one known to have started. Negative if it is ahead."""
         check_integer("iteration", iteration, at_least=0)
         return self._index.staleness(iteration)
 
     def calc_proportion(self, row_vector: Sequence[int], rank: int | None = None) -> int:
-        """Of how many colayers a rank's gradient was exchanged. Default None: this rank."""
+        """The number of colayers of which a rank's gradient was exchanged. Default None: this rank."""
         rank = self.rank if rank is None else rank
         check_integer("rank", rank, at_least=0, at_most=self._membership.world_size - 1)
         return gei.calc_proportion(row_vector, rank)
 
     def check_staleness(self, staleness: int, threshold: int | None = None) -> bool:
-        """Whether a staleness is within the threshold. Default None: the session's."""
+        """True if a staleness is within the threshold. Default None: the session's threshold."""
         threshold = self._thresholds.max_staleness if threshold is None else threshold
         check_integer("staleness", staleness)
         check_integer("threshold", threshold, at_least=0)
         return gei.check_staleness(staleness, threshold)
 
     def check_proportion(self, proportion: int, threshold: int | None = None) -> bool:
-        """Whether so many colayers suffice. Default None: the session's threshold."""
+        """True if `proportion` colayers suffice. Default None: the session's threshold."""
         threshold = self._thresholds.min_colayers if threshold is None else threshold
         for name, value in (("proportion", proportion), ("threshold", threshold)):
             check_integer(name, value, at_least=0)
@@ -417,17 +420,17 @@ def _signature(tensor: np.ndarray) -> str:
 
 
 def _digest(ranks: tuple[int, ...]) -> int:
-    """Names the ranks that take part in something."""
+    """A number that names the ranks that take part in a collective."""
     return zlib.crc32(np.array(ranks, np.int32).tobytes())
 
 
 def _lane_of(cube: tuple[int, int]) -> int:
-    """What the ranks of a cube talk on: the interface of its level."""
+    """The lane of the ranks of a cube, which is that of the interface of the cube's level."""
     return BULK_LANE + cube[0]
 
 
 def _check_floating(tensor: np.ndarray) -> None:
-    """Raises ValueError where there is no mean of the same type."""
+    """Raises ValueError if the mean of values of this type has another type."""
     try:
         codecs.Identity(dtype=tensor.dtype)
     except (TypeError, ValueError) as error:  # TypeError: there is no such type in TensorFlow.

@@ -1,4 +1,4 @@
-"""What `CanaryStrategy` was told."""
+"""The settings of `CanaryStrategy`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _CONSISTENCIES = ("ssp", "async", "bsp")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CanarySettings:
-    """What `CanaryStrategy` was told; see there.
+    """The arguments of `CanaryStrategy`, checked. See there.
 
     Attributes:
       algorithm: "auto", "ring", or the network that another name stands for.
-      codec, on_peer_loss: What the names and None stand for.
+      codec: The codec that a name or None stands for.
+      on_peer_loss: The policy; never None.
 
     Raises:
-      TypeError: If `codec` is something else.
+      TypeError: If `codec` is of another type.
       ValueError: If a value is out of range, or does not go with another.
     """
 
@@ -58,7 +59,7 @@ class CanarySettings:
         object.__setattr__(self, "on_peer_loss", self.on_peer_loss or default)
 
     def _check_consistency(self) -> None:
-        """Raises ValueError if something does not go with `consistency`."""
+        """Raises ValueError if a setting does not go with `consistency`."""
         if self.min_colayers and self.consistency == "async":
             raise ValueError(
                 "`min_colayers` must be None or 0 with consistency='async', which drops nothing. "
@@ -69,7 +70,7 @@ class CanarySettings:
                 "`low_rank` needs consistency='bsp': ranks find the factors of their mean gradient together. "
                 f"Received: low_rank={self.low_rank}, consistency={self.consistency!r}."
             )
-        # Who sums up a piece, and would keep the rest, changes: gradients would be lost.
+        # The rank that sums a piece up, and would keep the unselected rest, changes: gradients would be lost.
         selects = isinstance(self.codec, codecs.TopK)
         if selects and not (self.codec.error_feedback and self.is_synchronous):
             raise ValueError(
@@ -81,7 +82,8 @@ class CanarySettings:
         """Checks that the algorithm fits the cluster.
 
         Raises:
-          ValueError: Unless it can have so many ranks, and there is an address for each of its interfaces, or none.
+          ValueError: If the algorithm does not allow `world_size` ranks, or `options.interfaces` is given and does not
+            have an address for each of the algorithm's interfaces.
         """
         self.network.check_world_size(world_size)
         if options.interfaces is None or self._bcubes(world_size, len(options.interfaces)):
@@ -93,14 +95,14 @@ class CanarySettings:
                 f"Received: interfaces={options.interfaces}."
             )
 
-    # How "bsp" averages.
+    # Averaging with "bsp".
 
     def ways(self, world_size: int, num_interfaces: int = 0) -> list[Way]:
-        """How ranks may average a colayer, if they are synchronous. They begin with the first one.
+        """The ways in which synchronous ranks may average a colayer. Ranks begin with the first one.
 
         Args:
           world_size: Number of ranks.
-          num_interfaces: Addresses that each rank has given. Default 0.
+          num_interfaces: Number of addresses that each rank has given. Default 0.
         """
         if not self._chooses_algorithm:
             return [Way(self._first, self.codec)]
@@ -108,15 +110,15 @@ class CanarySettings:
         return [Way(algorithm, self.codec) for algorithm in algorithms]
 
     def chooses(self, world_size: int, num_interfaces: int = 0) -> bool:
-        """True if ranks choose between several algorithms; arguments as of `ways`."""
+        """True if ranks choose between several algorithms. The arguments are those of `ways`."""
         return self.is_synchronous and len(self.ways(world_size, num_interfaces)) > 1
 
     def without_times(self) -> CanarySettings:
-        """The settings that ranks begin with, if nothing is to be chosen by times."""
+        """The settings for ranks that do not choose by measured times: "mesh" in place of "auto"."""
         return dataclasses.replace(self, algorithm="mesh") if self._chooses_algorithm else self
 
     def _bcubes(self, world_size: int, num_interfaces: int) -> list[BCube]:
-        """The BCube that ranks may choose, if they have interfaces for it."""
+        """The BCube that ranks may choose. Empty if their interfaces do not fit one."""
         if not self._chooses_algorithm or num_interfaces < 2:
             return []
         alpha = round(world_size ** (1 / num_interfaces))
@@ -125,7 +127,7 @@ class CanarySettings:
 
     @property
     def _chooses_algorithm(self) -> bool:
-        """True if ranks choose, where several algorithms fit. Of factors, few bytes are left to save."""
+        """True if ranks choose when several algorithms fit. Not with `low_rank`: factors leave few bytes to save."""
         return self.algorithm == AUTO and self.is_synchronous and self.low_rank is None
 
     @property
@@ -135,21 +137,21 @@ class CanarySettings:
 
     @property
     def network(self) -> Network:
-        """The network that the algorithm's routes are on."""
+        """The network of the algorithm's routes."""
         return self.algorithm if isinstance(self.algorithm, Network) else Mesh()
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether ranks wait for all bits of a row."""
+        """True if ranks wait for all bits of a row."""
         return self.consistency == "bsp"
 
     @property
     def drops(self) -> bool:
-        """Whether what a rank has not sent in time is dropped."""
+        """True if a rank drops the colayers that it has not sent in time."""
         return self.consistency == "ssp" and self.min_colayers != 0
 
     def asynchronous(self, num_colayers: int) -> AsyncSettings:
-        """What the exchange is told, where there are so many colayers."""
+        """The settings of the asynchronous exchange with `num_colayers` colayers."""
         most = num_colayers if self.min_colayers is None else min(self.min_colayers, num_colayers)
         return AsyncSettings(
             network=self.network,

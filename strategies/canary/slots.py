@@ -1,10 +1,9 @@
-"""What an optimizer under Canary remembers of a step: nothing where the step was dropped.
+"""`SlotsBefore`: an optimizer under Canary forgets a step that was dropped.
 
-A contribution is the optimizer's step, and a step of momentum holds the gradients of those before. If the velocity kept
-what was dropped, the gradients of a rank that is overtime would be in all its later steps after all: with momentum m,
-m of each of them, late. So velocities, and whatever else the optimizer keeps of a variable, become what they were
-before the step, as in iterations that are passed over: what a rank contributes is what its optimizer makes of the
-gradients that were not dropped.
+A contribution is the optimizer's step, and a step with momentum holds the gradients of earlier steps. If the velocity
+kept dropped gradients, these would still be in the later steps of an overtime rank: with momentum m, m of each of them,
+late. So velocities, and all other slots of a variable, become what they were before the step, as in iterations that are
+skipped. A rank's contributions then come only from gradients that were not dropped.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from hop_tf.keras_hook.optimizers import slots_of
 
 
 class SlotsBefore:
-    """The slots of some variables as they are when this is made, before a step. Emits the ops that read them.
+    """The slots of some variables before a step. The constructor emits the ops that read them.
 
-    What an optimizer keeps of all variables together, such as its count of steps, is not among them.
+    State that an optimizer keeps of all variables together, such as its count of steps, is not included.
 
     Args:
       optimizer: The optimizer, built.
@@ -32,11 +31,11 @@ class SlotsBefore:
         self._slots = [(index, slot, slot.value()) for index, slot in slots]
 
     def restore(self, colayers: Mapping[int, int], num_left: tf.Tensor) -> None:
-        """Emits the ops that undo the step of those colayers that have not left.
+        """Emits the ops that undo the step of the colayers that were not sent.
 
         Args:
           colayers: The colayer of each variable.
-          num_left: int64 scalar: so many colayers have left, the first ones.
+          num_left: int64 scalar: the number of colayers that were sent. They are the first ones.
         """
         for colayer in sorted({colayers[index] for index, _, _ in self._slots}):
 

@@ -1,4 +1,4 @@
-"""What a rank under Canary sends to one that takes its state, as one run of bytes."""
+"""The state that a rank under Canary sends to another rank, as bytes: joins its parts, and splits them again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hop_tf.tensors.payloads import join, split
 
 
 def join_tables(tables: Mapping[bytes, np.ndarray], freed: Container[bytes]) -> list[np.ndarray]:
-    """Ledgers' tables, the keys of their layouts, and whether these were freed."""
+    """Joins the tables of ledgers, the keys of their layouts, and flags for the layouts that were freed."""
     keys = np.frombuffer(b"".join(tables), np.uint8)
     are_freed = np.array([key in freed for key in tables], np.uint8)
     return join([keys, are_freed, *(table.ravel() for table in tables.values())])
 
 
 def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> tuple[dict[bytes, np.ndarray], set[bytes]]:
-    """The tables that `join_tables` was given, of so many columns, and the keys of those that were freed.
+    """Splits the result of `join_tables` into tables of `num_columns` columns, by key, and the keys of freed layouts.
 
     Raises:
-      ProtocolError: If there are others.
+      ProtocolError: If the payload does not have such parts.
     """
     if len(parts := split(payload)) < 2:
         raise ProtocolError(f"ledgers came in {len(parts)} parts.")
@@ -38,15 +38,15 @@ def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> tupl
 
 
 def join_index(index: GEIRows) -> list[np.ndarray]:
-    """The gradient exchange index."""
+    """Joins the arrays of a gradient exchange index."""
     return join([each.ravel() for each in (index.iterations, index.bits, index.parts, index.completed)])
 
 
 def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> GEIRows:
-    """The index that `join_index` was given.
+    """Splits the result of `join_index`.
 
     Raises:
-      ProtocolError: If it is of other ranks or colayers.
+      ProtocolError: If the payload is no index, or one of other ranks or colayers.
     """
     try:
         iterations, bits, parts, completed = split(payload)
@@ -67,16 +67,16 @@ def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> GEIR
 
 
 def join_snapshots(snapshots: Mapping[tuple[bytes, int], np.ndarray]) -> list[np.ndarray]:
-    """Values of pieces, and the keys of layouts and the numbers that name them."""
+    """Joins the snapshots of pieces, the keys of their layouts and the numbers of the pieces."""
     keys = np.frombuffer(b"".join(key for key, _ in snapshots), np.uint8)
     return join([keys, np.array([piece for _, piece in snapshots], np.int64), *snapshots.values()])
 
 
 def split_snapshots(payload: np.ndarray, world_size: int) -> dict[tuple[bytes, int], np.ndarray]:
-    """The values, as bytes, that `join_snapshots` was given.
+    """Splits the result of `join_snapshots`. The values remain bytes.
 
     Raises:
-      ProtocolError: If their names are not as many.
+      ProtocolError: If the numbers of keys, pieces and values differ.
     """
     if len(parts := split(payload)) < 2:
         raise ProtocolError(f"snapshots came in {len(parts)} parts.")
@@ -87,5 +87,5 @@ def split_snapshots(payload: np.ndarray, world_size: int) -> dict[tuple[bytes, i
 
 
 def _divide(keys: np.ndarray, world_size: int) -> list[bytes]:
-    """The keys of layouts that stand one behind the other."""
+    """Splits the keys of layouts, which lie one behind the other."""
     return [keys[start : start + world_size].tobytes() for start in range(0, keys.size, world_size)]

@@ -4,22 +4,22 @@ Zhou, Wang, Lu, Xu, Sun, Guo. Canary: Decentralized Distributed Deep Learning Vi
 Multi-Interface Networks. IEEE TPDS 2021. Worker i, in iteration k (sections 4 and 5):
 
     1.  gradients of a batch; colayers are ready from the last layer to the first          (section 4.3.2)
-    2.  s = zeta - k, how far it is behind the fastest worker                              (Pseudocode 1, line 5)
-    3.  if s is too large, and too few colayers have left: it is overtime                  (lines 19 and 22)
-            what has not left is dropped, and the state of the fastest worker pulled       (section 5.3)
+    2.  s = zeta - k, the iterations behind the fastest worker                             (Pseudocode 1, line 5)
+    3.  if s is too large, and too few colayers were sent: the worker is overtime          (lines 19 and 22)
+            it drops the other colayers, and pulls the state of the fastest worker         (section 5.3)
             (its optimizer forgets the step: see `hop_tf.strategies.canary.slots`)
-    4.  else, each colayer is sketched, and cut into pieces, which are sent                (Figures 12 to 14, Table 2)
-    5.  what has come of others' pieces is merged, and noted in the gradient exchange index  (Figure 16)
+    4.  otherwise, each colayer is sketched, and cut into pieces, which are sent           (Figures 12 to 14, Table 2)
+    5.  others' pieces that have come are merged, and noted in the gradient exchange index  (Figure 16)
     6.  the next iteration is k + 1, or zeta, if that is more
 
-The paper leaves open what a worker sends if the optimizer has a state. Here it is its optimizer's step, over n; and
-everybody, the sender included, adds what the last one on a piece's way has sent out, and nothing before. So replicas
-differ by what is under way only. With SGD, with or without momentum, that is the same as if gradients were averaged.
+The paper leaves open what a worker sends if the optimizer has a state. Here the worker sends its optimizer's step, over
+n. Every worker, including the sender, adds only the final sum of a piece, which the root sends out. So replicas differ
+only by messages in flight. With SGD, with or without momentum, the result is the same as with averaged gradients.
 
-And it leaves open what a worker computes with while its own step is on its way. Here that stands in for the mean: a
-worker computes with what is merged, and its own steps that are not merged yet, at their full size, over 1 and not n
-(`hop_tf.runtime.averaging`). By what is merged alone every step would come an iteration or two late, which costs 10 to
-20 points of accuracy with a momentum of 0.9.
+The paper also leaves open what a worker computes with while its own step is in flight. Here its own step stands in for
+the mean: the worker computes with the merged weights plus its own steps that are not merged yet. These count at their
+full size, over 1 and not n (`hop_tf.runtime.averaging`). With the merged weights alone, every step would come an
+iteration or two late. That costs 10 to 20 points of accuracy with a momentum of 0.9.
 
 Merging goes on all the time, on threads of its own: see `hop_tf.strategies.canary.exchange`. Synchronous training (BSP)
 averages the gradients of each colayer by all-reduce on the same routes.
@@ -63,98 +63,101 @@ _SKIPS = "CanaryStrategy, unless consistency='bsp', passes over the batches that
 
 
 class CanaryStrategy(ExchangeStrategy):
-    """Training with sketched pieces of changes, over several interfaces; no rank waits for a slow one.
+    """Training with sketched pieces of changes, over several interfaces. No rank waits for a slow one.
 
-    It costs less than a point of accuracy against synchronous training, at the same learning rate and momentum; some 2
-    points where each rank has data of other classes: there a rank's own step says little of the others'.
+    At the same learning rate and momentum, accuracy is less than a point below synchronous training. If each rank has
+    data of other classes, it is some 2 points below. A rank's own step then says little of the others'.
 
-    Variables are bundled into colayers. In each step, a rank sends what its optimizer would add to a colayer's
-    variables, over the number of ranks, in pieces on the routes of `algorithm`. Each piece is summed up on its way; the
-    sum goes to all ranks, which merge it. Until then the rank's own step stands in for it. `consistency` says what
-    happens to a rank that is late:
+    Variables are bundled into colayers. In each step, a rank sends its optimizer's change of a colayer's variables,
+    over the number of ranks. The change travels in pieces on the routes of `algorithm`. Each piece is summed up on its
+    way. The sum goes to all ranks, which merge it. Until then the rank's own step stands in for the sum. `consistency`
+    says what happens to a rank that is late:
 
-    - "ssp": a rank that is more than `max_staleness` iterations behind the fastest one, with fewer than `min_colayers`
-      of the present iteration sent, drops the rest of it. It takes the weights of the fastest rank, or of one of the
-      next two, if these hold all that was merged here; else it keeps its own. In any case it goes on with the iteration
-      that the fastest rank is in; the batches in between are passed over.
-    - "async": the same, and nothing is dropped.
-    - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. What is
-      trained is equal to the bit on all ranks. The others go on without a rank that ends early; before another `fit`,
-      `synchronize(model)` makes weights and slots the same. Ranks choose the algorithm by what their first steps take,
-      and again if steps take longer or shorter: see `PipeSGDStrategy`. Rank 0 says on stderr what was chosen.
+    - "ssp": a rank is overtime if it is more than `max_staleness` iterations behind the fastest one, with fewer than
+      `min_colayers` colayers sent. It then drops the other colayers of its iteration. It takes the weights of the
+      fastest rank, or of one of the next two, if these hold all that was merged here. Otherwise it keeps its own. In
+      any case it goes on with the iteration of the fastest rank, and skips the batches in between.
+    - "async": as "ssp", but nothing is dropped.
+    - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. The
+      trained variables are equal to the bit on all ranks. If a rank ends early, the others go on without it. Before
+      another `fit`, `synchronize(model)` makes weights and slots the same. Ranks choose the algorithm by the durations
+      of their first steps, and again if steps take longer or shorter: see `PipeSGDStrategy`. Rank 0 prints the choice
+      on stderr.
 
     With "ssp" and "async", ranks wait for each other when `fit` ends, and end with the same weights, to the bit. During
-    training replicas differ by what is under way. What callbacks do to a rank's weights within `fit` is part of its
-    next step. Constraints apply to what a rank computes with, and in the end. `use_ema` averages the rank's own
-    weights: `synchronize(model)` averages these. Optimizer slots stay the rank's own. Training takes `fit` and one
-    optimizer, trained variables of 32 bits or more, and no `ema_overwrite_frequency`.
+    training replicas differ by the messages in flight. Changes that callbacks make to a rank's weights within `fit` are
+    part of its next step. Constraints apply to the weights that a rank computes with, and at the end. `use_ema`
+    averages the rank's own weights: `synchronize(model)` averages these. Each rank has its own optimizer slots.
+    Training takes `fit` and one optimizer, trained variables of 32 bits or more, and no `ema_overwrite_frequency`.
 
-    Memory: three copies of the weights (merged, as the graph has them, and as they were before the step), and for each
-    step under way what the graph has handed out: a quarter of a copy with the sketch, else one. Moving statistics go
-    with the last colayer, never through a codec.
+    Memory: three copies of the weights (merged, as the graph has them, and as they were before the step). Each step in
+    flight takes a quarter of a copy with the sketch, and one copy otherwise. Moving statistics go with the last
+    colayer, never through a codec.
 
     Args:
-      algorithm: "mesh" (everybody sends to everybody), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta` interfaces,
-        each rank sends to beta (alpha - 1) others), "tree:<children>" (few connections, one interface), or with "bsp"
-        "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp", and three ranks or more, "ring", or
-        the "bcube:<alpha>,<beta>" that `interfaces` are there for, if that saves at least 5 % of a step; not with
-        `low_rank`, nor under `tf.config.experimental.enable_op_determinism()`.
+      algorithm: "mesh" (each rank sends to all others), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta`
+        interfaces, each rank sends to beta (alpha - 1) others), "tree:<children>" (few connections, one interface), or
+        with "bsp" "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp" and three ranks or more,
+        "auto" may also become "ring", or the "bcube:<alpha>,<beta>" that `interfaces` fit. The other algorithm must
+        save at least 5 % of a step. With `low_rank`, or under `tf.config.experimental.enable_op_determinism()`, "auto"
+        stays "mesh".
       consistency: As above. Default "ssp".
-      max_staleness: s, in iterations; at least 0. Of no matter to "bsp", nor is `min_colayers`. Default 16.
-      min_colayers: p: from so many colayers on that have left, the others may follow, however late; 0 is "async".
-        Default None: all colayers. At most `num_colayers`; fewer colayers, if a model has only these, suffice.
+      max_staleness: s, in iterations; at least 0. Not used by "bsp". Default 16.
+      min_colayers: p: a rank that has sent this many colayers may send the others, however late. 0 is "async". At most
+        `num_colayers`. If the model has fewer colayers, all of them suffice. Not used by "bsp". Default None: all.
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default None: 10, and neighbors
         of less than 256 KiB are joined, mostly of convolutions or of dense layers only.
-      codec: What is sent is encoded with this: a `hop_tf.codecs.Codec`, or a name; None: as it is. `codecs.TopK` takes
-        consistency="bsp" and error feedback: else what it does not select would be lost. Colayers are sketched as a
-        whole, on the device that computes the step; all else, and with "bsp", is encoded in pieces on processors.
-        Default "sketch".
-      max_in_flight: How many own iterations a rank may have under way, not merged, on a mesh; where the way to a root
-        is longer, one more for each further message. At least 2: one is sent while one is held up for a slow rank.
-        Where a message takes longer than so many iterations, ranks wait for it. Each takes memory. Of no matter to
-        "bsp". Default 4.
-      sync_interval: In so many iterations, every piece of the weights becomes the mean of that of all ranks once, which
-        evens out what losses, or a change on one rank only, have done; at least 1, or None: never. Where replicas
-        differ it takes as many bytes as one exchange in float32, and next to none where they do not: digests tell.
-        Default 50. Without meaning for "bsp".
-      low_rank: r, with "bsp" only: mean gradients of large dense kernels, and embeddings (16,384 values and more, where
-        factors make four times fewer of them), go as factors of r columns, which ranks find together (PowerSGD) and the
-        codec then shortens. What is lost is added to what is sent next; what is left over when `fit` ends goes with the
-        first steps of the next one. For weights that are equal to the bit, processors must compute alike. Default None:
-        they go as they are.
-      interfaces: This machine's address on each of its interfaces: `beta` of a BCube, else one. With "bsp" and
-        algorithm="auto", several are for the BCube that ranks may choose; if they do not, only the first one is used.
-        Ranks that an address cannot reach are reached over that of the cluster, and a warning says so. See
-        `CommunicationOptions.interfaces`, which this one takes the place of. Default None: as it says.
+      codec: Encodes messages: a `hop_tf.codecs.Codec`, or a name; None: values travel as they are. `codecs.TopK` takes
+        consistency="bsp" and error feedback: otherwise the values that it does not select would be lost. The sketch
+        encodes a colayer as a whole, on the device that computes the step. All else, and everything with "bsp", is
+        encoded in pieces on processors. Default "sketch".
+      max_in_flight: The number of own iterations that a rank may have in flight, not merged, on a mesh. If the way to a
+        root is longer, one more for each further message. At least 2: one is sent while one is held up for a slow rank.
+        If a message takes longer than this many iterations, ranks wait for it. Each takes memory. Not used by "bsp".
+        Default 4.
+      sync_interval: Once in this many iterations, every piece of the weights becomes its mean over all ranks. This
+        evens out losses of messages, or a change on one rank only. At least 1, or None: never. If replicas differ, it
+        takes as many bytes as one exchange in float32. If they are equal, as digests tell, it takes next to none. Not
+        used by "bsp". Default 50.
+      low_rank: r, with "bsp" only: mean gradients of large dense kernels and embeddings travel as factors of r columns.
+        Large means 16,384 values or more, and at least four times as many as the factors have. Ranks find the factors
+        together (PowerSGD), and the codec shortens them. What is lost is added to the next gradient. A rest at the end
+        of `fit` goes with the first steps of the next one. For weights that are equal to the bit, processors must
+        compute alike. Default None: gradients travel as they are.
+      interfaces: This machine's address on each of its interfaces: `beta` addresses for a BCube, otherwise one. With
+        "bsp" and algorithm="auto", several are for the BCube that ranks may choose. If they do not choose it, only the
+        first address is used. If an address cannot reach a rank, the cluster's address is used, with a warning. Takes
+        the place of `CommunicationOptions.interfaces`. Default None: the value of that option.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
-        others go on without it, and share its rows of each batch; what it has sent and nobody has summed up is lost,
-        and so is what it was to sum up. If the same script is started again as that rank, its first `fit` passes over
-        the steps that it has missed, takes weights and optimizer slots from the rank that is furthest, and goes on from
-        there; it raises `PeerLostError` if the others have ended without it. So does one that cannot end as a rank has
-        died in the moment in which all end. With "bsp", its gradients of the step in which it was lost are in the mean
-        of a colayer on all of the others, or on none, and a copy of each last mean is kept for that; in a BCube that is
-        not whole any more the mean is made as on a mesh. A rank that is started again joins between two steps, with
-        weights that are equal to the others'. After a loss, `strategy.reduce` in a custom loop raises. Default None:
-        "raise" for "bsp", else "continue".
-      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
-        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
-        ranks; 1 where there are two.
-      patience_seconds: With consistency="bsp" and on_peer_loss="continue": silence after which the others leave a rank
-        behind, which joins them again in the same `fit` when it wakes: see `PipeSGDStrategy`. It is at least 0.5, and
-        less than `CommunicationOptions.timeout_seconds`. Otherwise no rank waits for a silent one. Default None: a
-        silent rank is lost after `timeout_seconds`, and raises when it wakes.
-      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). With "bsp",
-        mean gradients count each rank as often as it has rows in the step. Otherwise a rank's step goes to the others
-        times its part, in the place of 1 / n: the sum moves the replicas as far as one step of the whole batch does.
-        Its own stands in at its full size. Default None: all parts are equal.
+        others go on without the rank, and share its rows of each batch. Its contributions that were not yet summed up
+        are lost, and so are those that it was to sum up. If the same script is started again as that rank, its first
+        `fit` skips the steps that it has missed. The rank takes weights and optimizer slots from the rank that is
+        furthest, and goes on from there. It raises `PeerLostError` if the others have ended without it. So does a rank
+        that cannot end because another one dies in the moment in which all end. With "bsp", the lost rank's last
+        gradient is in the mean of a colayer on all other ranks or on none. Each rank keeps a copy of the last means for
+        that. In a BCube that has lost a rank, the mean is made as on a mesh. A rank that is started again joins between
+        two steps, with weights that are equal to the others'. After a loss, `strategy.reduce` in a custom loop raises.
+        Default None: "raise" for "bsp", otherwise "continue".
+      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
+        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
+        half of the ranks; 1 if there are two.
+      patience_seconds: With consistency="bsp" and on_peer_loss="continue": the silence, in seconds, after which the
+        others go on without a rank. The rank joins them again in the same `fit` when it wakes: see `PipeSGDStrategy`.
+        At least 0.5, and less than `CommunicationOptions.timeout_seconds`. With "ssp" and "async" it must be None,
+        because no rank waits for a silent one. Default None: a silent rank is lost after `timeout_seconds`, and raises
+        when it wakes.
+      batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
+        as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). With
+        "bsp", mean gradients count each rank as often as it has rows in the step. Otherwise a rank's step goes to the
+        others times its part, in place of 1 / n. So the sum moves the replicas as far as one step of the whole batch.
+        The rank's own step stands in at its full size. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
-        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
-      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+        them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
+      cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
     Raises:
-      TypeError: If `codec` is something else.
+      TypeError: If `codec` is of another type.
       ValueError: If an argument is out of range, or `algorithm` does not fit the cluster.
       ClusterConfigError: If the cluster description is not valid.
       HopError: If this rank's address cannot be bound.
@@ -231,7 +234,7 @@ class CanaryStrategy(ExchangeStrategy):
             self._tell(way, 1, NO_TIMES)
 
     def _tell(self, way: Way, width: int, text: str) -> None:
-        """Says what ranks have chosen. A mesh and a ring use one interface."""
+        """Reports the ranks' choice. A mesh and a ring use one interface."""
         arguments = {"consistency": "bsp", "algorithm": way.algorithm}
         if way.algorithm in ALGORITHMS and self._num_interfaces > 1:
             arguments["interfaces"] = list(self._options.interfaces[:1])
@@ -278,7 +281,7 @@ class CanaryStrategy(ExchangeStrategy):
     def begin_training(self, groups: Sequence[Group]) -> None:
         if not self._settings.is_synchronous:
             for group in groups:
-                group.exchange.changes.reset()  # What callbacks have loaded is what training begins with: no change.
+                group.exchange.changes.reset()  # Weights that callbacks have loaded are the start, and no change.
 
     def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
         if self._settings.is_synchronous:
@@ -323,17 +326,17 @@ class CanaryStrategy(ExchangeStrategy):
         exchange, step = group.exchange, int(group.step)
         if self._settings.is_synchronous or not step:
             return
-        if step == int(exchange.start_step):  # It was started again so late that it has made no step.
+        if step == int(exchange.start_step):  # This rank was started again so late that it has made no step.
             group.submit(exchange.changes.known(), exchange.start_segment)
         segment = exchange.finish_segment
-        group.submit(exchange.changes.take(), segment)  # What callbacks have assigned since the last step.
+        group.submit(exchange.changes.take(), segment)  # The changes by callbacks since the last step.
         buckets, _ = group.take(group.read_step(), segment)
         exchange.changes.replace(exchange.parts[segment].unpack(buckets))
         group.constrain()
 
 
 def _check_averages(optimizer: Any) -> None:
-    """Raises ValueError if weights are to become their averages during training: merging knows of steps only."""
+    """Raises ValueError if `ema_overwrite_frequency` is set: merging handles steps, not replaced weights."""
     frequency = ema_overwrite_frequency(optimizer)
     if frequency is not None:
         raise ValueError(
@@ -343,14 +346,14 @@ def _check_averages(optimizer: Any) -> None:
 
 
 class SynchronousExchange(GradientExchange):
-    """BSP: gradients are averaged colayer by colayer, and a step waits for all of them.
+    """BSP: averages gradients colayer by colayer. A step waits for all of them.
 
     Args:
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
-      ways: How a colayer may be averaged.
-      low_rank: Columns of the factors of large dense kernels. Default None: these go as they are.
-      tell: As of `Autotuner`. Default: nobody is told.
+      ways: The ways in which a colayer may be averaged.
+      low_rank: The number of columns of the factors of large dense kernels. Default None: these travel as they are.
+      tell: As of `Autotuner`. Default: does nothing.
     """
 
     def __init__(

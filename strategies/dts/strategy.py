@@ -4,13 +4,13 @@ Distributed Training across the World. 2019. With D for the delay (the paper's t
 worker
 
     computes its gradient, and updates weights and velocity with it at once               (Equation 2)
-    if p steps are complete (a window): sends what it has changed in them
-    if the window that ended with step n - D is there: puts the mean change in the place of its own
+    if p steps are complete (a window): sends its changes of the weights in these steps
+    if a window ended with step n - D: replaces its own change by the mean change
 
-so that a window's messages have D steps' time, and one synchronization serves p steps. The paper sends sums of
+So a window's messages have the time of D steps, and one synchronization serves p steps. The paper sends sums of
 gradients, and corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the
-gradients that it changes, and costs accuracy at delays that training stands without it; it is twice the bytes, and says
-nothing of other optimizers than SGD. We average changes of weights; `hop_tf.runtime.outer` has the rule.
+gradients that it changes. It costs accuracy at delays that are harmless without it. It takes twice the bytes, and is
+defined for SGD only. We average changes of weights; `hop_tf.runtime.outer` has the rule.
 """
 
 from __future__ import annotations
@@ -47,90 +47,91 @@ _MAX_STEPS = 2**31 - 1
 class DTSStrategy(ExchangeStrategy):
     """Training with delayed and temporally sparse averaging of changes.
 
-    Each rank makes steps of its own optimizer. What it has changed in a window of `interval` steps is averaged over all
-    ranks. `delay` steps after the window's end, the mean takes the place of the rank's own change.
+    Each rank makes steps of its own optimizer. Its changes in a window of `interval` steps are averaged over all ranks.
+    `delay` steps after the window's end, the mean replaces the rank's own change.
 
-    Without arguments ranks choose these, a codec and an algorithm. First, windows of one step are merged at once, by
-    each way to average. (With an `interval` or a `delay` that is given, these are as given.) Then ranks take the
-    smallest delay, up to 20 steps, beyond which a longer one saves less than 15 % of a step. Windows are as long as the
-    delay. All ranks choose alike, by what all of them have measured. They choose again when steps take longer or
-    shorter than before, or other ranks take part. Rank 0 says on stderr what was chosen, and how to keep it. An
-    argument that is given is kept. Under `tf.config.experimental.enable_op_determinism()` nothing is chosen by time:
-    D = 4, p = 4, no codec, a mesh.
+    Without arguments ranks choose these, a codec and an algorithm. First, windows of one step are merged at once, with
+    each way to average. (An `interval` or a `delay` that is given is used.) Then ranks take the smallest delay for
+    which a longer one, up to 20 steps, saves less than 15 % of a step. Windows are as long as the delay. All ranks make
+    the same choice, from the measurements of all. They choose again when steps take longer or shorter than before, or
+    other ranks take part. Rank 0 prints on stderr the choice, and how to keep it. An argument that is given is kept.
+    Under `tf.config.experimental.enable_op_determinism()` nothing is chosen by time: D = 4, p = 4, no codec, a mesh.
 
-    In short trainings a delay costs accuracy, at the learning rate and momentum that synchronous training stands: after
-    some hundred steps 1 to 3 points with D = 4, p = 4, and 2 to 9 with D = 20, p = 12; 4 points with D = 4, p = 4 if
-    each rank has data of other classes. After some thousand steps it is below 1 point. A rank computes with
+    In short trainings a delay costs accuracy, with the learning rate and momentum of synchronous training. After some
+    hundred steps it costs 1 to 3 points with D = 4, p = 4, and 2 to 9 with D = 20, p = 12. If each rank has data of
+    other classes, it costs 4 points with D = 4, p = 4. After some thousand steps it costs less than 1 point. A rank
+    computes with
 
-        weights  =  what is merged, alike on all ranks  +  its own changes that are not merged yet, at their full size
+        weights  =  merged weights, equal on all ranks  +  its own changes that are not merged yet, at their full size
 
-    When `fit` ends, all windows are merged: weights and moving statistics are then equal to the bit on all ranks (but
-    for those that `use_ema` puts in their place; `synchronize(model)` averages them). Optimizer slots stay each rank's
-    own, and so may learning rates. Callbacks and validation within `fit` see the weights that a rank computes with.
+    When `fit` ends, all windows are merged. Weights and moving statistics are then equal to the bit on all ranks,
+    except weights that `use_ema` has replaced (`synchronize(model)` averages these). Each rank has its own optimizer
+    slots, and may have its own learning rate. Callbacks and validation within `fit` see the weights that a rank
+    computes with.
 
-    `delay=0` is local SGD; with an `outer_optimizer` it is DiLoCo, and with a delay its eager form. `delay=0,
-    interval=1` with SGD is synchronous training.
+    `delay=0` is local SGD. With an `outer_optimizer` it is DiLoCo, and with a delay the eager form of DiLoCo.
+    `delay=0, interval=1` with SGD is synchronous training.
 
-    Traffic: one all-reduce of the model per window, whatever the optimizer. Memory, in models: what is merged, what
-    weights were when the last window ended, and up to ceil(D / p) for windows under way, beside what these send.
+    Traffic: one all-reduce of the model per window, with any optimizer. Memory, in models: the merged weights, the
+    weights at the end of the last window, and up to ceil(D / p) for windows in flight, in addition to their messages.
 
-    Changes of moving statistics are averaged along, never through a codec. Steps in which gradients are accumulated are
-    no steps of a window. One that loss scaling leaves out is a change of zero. The others go on without a rank that
-    ends early; its last window is averaged with their next one. `on_peer_loss` says what happens when a rank is lost.
-    In a custom loop `synchronize` first merges all windows, of all models; the next step begins a window, and
-    `warmup_steps` anew.
+    Changes of moving statistics are averaged, too, never through a codec. Steps that only accumulate gradients do not
+    count as steps of a window. A step that loss scaling leaves out is a change of zero. If a rank ends early, the
+    others go on without it; its last window is averaged with their next one. `on_peer_loss` says what happens when a
+    rank is lost. In a custom loop `synchronize` first merges all windows, of all models. The next step begins a window,
+    and `warmup_steps` anew.
 
     Args:
-      delay: D, the number of steps that a window's messages may take without anybody waiting; at least 0. Up to
-        ceil(D / p) + 1 windows are under way, each with a thread and memory for what it hands out; at most 100.
-        Default "auto": from 0 to 20, as above; with an `interval`, 0 or as long as that; with an `outer_optimizer` 4.
+      delay: D, the number of steps that a window's messages may take before a rank waits; at least 0. Up to
+        ceil(D / p) + 1 windows are in flight, at most 100. Each has a thread, and memory for the changes that it sends.
+        Default "auto": from 0 to 20, as above; with an `interval`, 0 or the interval; with an `outer_optimizer` 4.
       interval: p, the number of steps of a window; at least 1. Default "auto": as long as the delay, and at least 1.
-      codec: What windows are encoded with: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch",
-        "top_k"). With `codecs.TopK(ratio)` a window hands out the changes of largest magnitude only; the others stay
-        this rank's own until they are among the largest (deep gradient compression: local accumulation), or `fit` ends,
-        which sends as much as a window without a codec. All changes as large as the least of these go along: with
-        optimizers whose steps have few magnitudes (Lion) that may be all. `warmup_steps` of such codecs are windows
-        here. It takes no variables of float64. What other codecs lose of a change is lost, on all ranks alike; with
-        `error_feedback` it is added to that of a later window, and each of the windows that may be under way keeps a
-        vector for it. None: windows go as they are. Default "auto": "int8" if that saves at least 15 % of a step, else
-        None.
-      outer_optimizer: A Keras optimizer that moves what is merged, with minus the mean change as its gradient, instead
-        of adding the mean; moving statistics take the mean in any case. DiLoCo's is
+      codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "top_k"). None:
+        windows go as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest magnitude. The
+        others remain this rank's own until they are among the largest (deep gradient compression: local accumulation),
+        or `fit` ends, which sends as much as a window without a codec. All changes as large as the least of the
+        selected ones are sent, too: with optimizers whose steps have few magnitudes (Lion) that may be all.
+        `warmup_steps` of `TopK` are windows here. `TopK` takes no variables of float64. With other codecs, the loss of
+        encoding is the same on all ranks. With `error_feedback` it is added to a later window's change, and each window
+        that may be in flight keeps a vector for it. Default "auto": "int8" if that saves at least 15 % of a step,
+        otherwise None.
+      outer_optimizer: A Keras optimizer that moves the merged weights, with minus the mean change as its gradient.
+        Without one, the mean is added. Moving statistics take the mean in any case. DiLoCo's is
         `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. It is copied, once for each optimizer that trains:
-        see `outer_optimizer` below. It is none of Keras's loss scaling, `use_ema` or gradient accumulation, and does
-        nothing in a world of one. Default None.
+        see `outer_optimizer` below. It must not have loss scaling, `use_ema` or gradient accumulation, and does nothing
+        in a world of one. Default None.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without it, and share its rows of each batch. Of the windows that are
-        under way when it is lost, each is averaged with it on all of the others, or on none: what is merged stays equal
-        to the bit. For each window that may be under way, and each way that was tried, a rank keeps a copy of the last
-        mean. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take
-        all ranks, and raise; so does everything before the first step. If the same script is started again as that
-        rank, its first `fit` passes over the steps that it has missed, and it joins the others at the end of a window,
-        when all windows are merged, with what is merged, and the optimizer slots of one of them; that takes one
-        optimizer, and no `run_eagerly`. Default None: "raise".
-      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
-        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
-        ranks; 1 where there are two.
-      patience_seconds: With on_peer_loss="continue": silence after which a rank, such as a process that was stopped, is
-        left behind by the others, which train on without it as without a lost rank. When it wakes, it passes over the
-        steps that it has missed, and joins them in the same `fit`, as a rank that is started again does. It is at least
-        0.5, and less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`.
-        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
-      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean change
-        counts each rank as often as it has trained on rows in the window: as a change is about minus the rate times a
-        sum of mean gradients, each row counts the same, and with delay 0, interval 1 and SGD that is synchronous
-        training. Default None: all parts are equal.
+        the first step on, the others train on without the rank, and share its rows of each batch. Each window in flight
+        then counts the lost rank on all of the others or on none. So merged weights stay equal to the bit. For that a
+        rank keeps copies of last means, one for each window that may be in flight and each way that was tried. A second
+        `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take all ranks, and
+        raise. So does everything before the first step. If the same script is started again as that rank, its first
+        `fit` skips the steps that it has missed. It joins the others at the end of a window, when all windows are
+        merged. It then has the merged weights, and another rank's optimizer slots. That takes one optimizer, and no
+        `run_eagerly`. Default None: "raise".
+      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
+        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
+        half of the ranks; 1 if there are two.
+      patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
+        rank, as without a lost one. An example is a process that was stopped. When the rank wakes, it skips the steps
+        that it has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and
+        less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`. Default
+        None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
+      batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
+        as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
+        change weights each rank by its number of rows in the window. A change is about minus the rate times a sum of
+        mean gradients, so each row counts the same. With delay 0, interval 1 and SGD that is synchronous training.
+        Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
-        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
-      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+        them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
+      cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
     Raises:
-      TypeError: If `codec` is something else.
-      ValueError: If an argument is out of range, too many windows would be under way, or `outer_optimizer` cannot be
-        one.
+      TypeError: If `codec` is of another type.
+      ValueError: If an argument is out of range, too many windows would be in flight, or `outer_optimizer` is not
+        usable as one.
       ClusterConfigError: If the cluster description is not valid.
       HopError: If this rank's address cannot be bound.
 
@@ -202,7 +203,7 @@ class DTSStrategy(ExchangeStrategy):
             self._tell(way, delay + 1, NO_TIMES)
 
     def _tell(self, way: Way, width: int, text: str) -> None:
-        """Says what ranks have chosen."""
+        """Reports the ranks' choice."""
         schedule = self._settings.schedule_of(width)
         chosen = {"delay": schedule.delay, "interval": schedule.interval}
         call = write_call("DTSStrategy", **chosen, codec=way.codec, algorithm=way.algorithm)
@@ -210,11 +211,11 @@ class DTSStrategy(ExchangeStrategy):
 
     @property
     def outer_optimizer(self) -> keras.optimizers.Optimizer | None:
-        """The outer optimizer, a copy of what the strategy was given; None without one. The first step gives it slots.
+        """The outer optimizer, a copy of the strategy's argument, or None. The first step creates its slots.
 
-        `tf.train.Checkpoint(model=model, outer=strategy.outer_optimizer)` stores it, and restores it before the first
-        step, too. A model, or an optimizer, that is trained later under this strategy gets a new one, which is this one
-        from then on.
+        `tf.train.Checkpoint(model=model, outer=strategy.outer_optimizer)` stores it, and restores it, even before the
+        first step. If another model or optimizer is trained later under this strategy, this property is a new copy from
+        then on.
         """
         return self._outer_optimizer
 
@@ -239,16 +240,16 @@ class DTSStrategy(ExchangeStrategy):
         return DTSExchange(context, self._settings, self._outer_optimizer, self._tell)
 
     def _copy(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-        """A new one with the same settings, and a name that is the same on all ranks."""
+        """Returns a new optimizer with the same settings, and a name that is the same on all ranks."""
         is_within = tf.distribute.get_strategy() is self  # A step is being traced.
         with contextlib.nullcontext() if is_within else self.scope():
             return type(optimizer).from_config({**optimizer.get_config(), "name": "outer_optimizer"})
 
     def common_optimizers(self, group: Group) -> Sequence[tuple]:
         outer = group.exchange.outer.optimizer
-        if outer is None or outer is not self._outer_optimizer or not outer.built:  # That of an earlier model is gone.
+        if outer is None or outer is not self._outer_optimizer or not outer.built:  # An earlier model's is gone.
             return []
-        return [(outer, tf_variables(outer.variables))]  # A rank that has ended early has missed some of its updates.
+        return [(outer, tf_variables(outer.variables))]  # Ranks that have ended early lack some of its updates.
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
         further = [other for other in others if other is not group]
@@ -285,9 +286,9 @@ class DTSStrategy(ExchangeStrategy):
         return tf.constant(0, tf.int64)
 
     def _merge_due(self, group: Group, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
-        """Emits the ops that merge a window, and begin another schedule, if ranks have chosen one.
+        """Emits the ops that merge a window, and begin another schedule if ranks have chosen one.
 
-        Then all that is under way is merged before; the window that is merged last says which schedule it is.
+        Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
         """
         with tf.device("/cpu:0"):
             num_newer = schedule.num_newer
@@ -298,26 +299,16 @@ class DTSStrategy(ExchangeStrategy):
             changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
             num_ended = schedule.num_ended(num_steps)
 
-        def merge_from(age: int, width: tf.Tensor) -> None:
-            """Merges the windows that have ended so much later, and begins with the width that the last one tells."""
+        def begin(width: tf.Tensor) -> None:
+            with tf.device("/cpu:0"):
+                group.exchange.begin_windows(num_steps, num_ended, tf.maximum(width, 1))
 
-            def begin() -> None:
-                with tf.device("/cpu:0"):
-                    group.exchange.begin_windows(num_steps, num_ended, tf.maximum(width, 1))
+        def merge_newer() -> None:
+            begin(self._merge(group, due + 1, 0))  # If ranks choose, only one has ended since.
 
-            def merge_next() -> None:
-                with tf.device("/cpu:0"):
-                    window, num_after = due + age, num_newer - age
-                merge_from(age + 1, self._merge(group, window, num_after))
-
-            if age < self._settings.num_slots:
-                with tf.device("/cpu:0"):
-                    is_under_way = num_newer >= age
-                _when(is_under_way, merge_next, begin)
-            else:
-                begin()
-
-        _when(changes, lambda: merge_from(1, width))
+        with tf.device("/cpu:0"):
+            has_newer = num_newer > 0
+        _when(changes, lambda: _when(has_newer, merge_newer, lambda: begin(width)))
 
     def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
@@ -331,7 +322,7 @@ class DTSStrategy(ExchangeStrategy):
         group.submit([*changes, weight], step=window)
 
     def _merge(self, group: Group, window: tf.Tensor, num_newer: int | tf.Tensor) -> tf.Tensor:
-        """Emits the ops that merge a window. Returns the width that ranks have chosen; 0: none."""
+        """Emits the ops that merge a window. Returns the width that ranks have chosen, or 0."""
         (*means, share), _ = group.collect([], step=window)
         exchange, width = group.exchange, tf.constant(0, tf.int64)
         if exchange.tuner is not None:
@@ -350,7 +341,7 @@ class DTSStrategy(ExchangeStrategy):
         meet_newcomers(group, lambda: self._settle(group))
 
     def _settle(self, group: Group) -> None:
-        """Emits the ops that merge, at the end of a window, all that are under way."""
+        """Emits the ops that merge all windows in flight, at the end of a window."""
         with tf.device("/cpu:0"):
             schedule, now = group.exchange.schedule, group.read_step()
             num_ended = schedule.num_ended(now)
@@ -365,11 +356,11 @@ class DTSStrategy(ExchangeStrategy):
     def finish_training(self, group: Group) -> None:
         num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
         if not num_steps and num_batches == group.exchange.first_iteration:
-            return  # It has not trained; others may have dropped it.
+            return  # The group has not trained. Others may have dropped it.
         schedule = group.exchange.known_schedule()
         under_way = schedule.under_way(num_steps)
-        # A last window even where no step is left: batches without an update, and callbacks, change variables. Others
-        # that go on may have a whole window: then this one does not count.
+        # There is a last window even without further steps, because callbacks, and batches without an update, change
+        # variables. It does not count then, because ranks that go on may have a whole window.
         group.exchange.end_windows()
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
         self._hand_out(group, tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
@@ -379,7 +370,7 @@ class DTSStrategy(ExchangeStrategy):
 
 
 def _checked_outer_optimizer(optimizer: object) -> str:
-    """What ranks compare of an outer optimizer. Raises ValueError unless it can be one."""
+    """Returns a description of an outer optimizer that ranks compare. Raises ValueError if it is not usable as one."""
     if optimizer is None:
         return "None"
     is_optimizer = isinstance(optimizer, keras.optimizers.Optimizer)

@@ -1,4 +1,4 @@
-"""When DTS's windows end and are merged, how ranks change that, and which part of a window is handed out."""
+"""DTS's windows: the schedule of their ends and merges, changes of the schedule, and the selection of large changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hop_tf.runtime.autotuning import Setting
 # Each window under way has a thread and an all-reduce, and holds what it hands out.
 MAX_WINDOWS = 100
 
-# A threshold is sought among about so many values; all of them in models that have fewer.
+# A threshold is found from a sample of about this many values, or from all values if there are fewer.
 _SAMPLE_SIZE = 1 << 17
 
 
@@ -26,14 +26,14 @@ def num_windows(delay: int, interval: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When windows end, and when they are merged; numbers may be tensors.
+    """The steps at which windows end and are merged. Numbers may be tensors.
 
-    Window k ends when (k - k0 + 1) p steps more than n0 are complete, and is merged D steps later.
+    Window k ends when n0 + (k - k0 + 1) p steps are complete, and is merged D steps later.
 
     Attributes:
       delay: D.
       interval: p.
-      first_step: n0, the first step: windows before are merged when it begins. Default 0.
+      first_step: n0, the first step. Earlier windows are merged before it begins. Default 0.
       first_window: k0, the first window. Default 0.
     """
 
@@ -44,25 +44,25 @@ class Schedule:
 
     @property
     def num_slots(self) -> int:
-        """Most windows that are under way at a time."""
+        """The most windows that are in flight at a time."""
         return num_windows(self.delay, self.interval)
 
     def ended(self, num_steps: int) -> tuple[bool, int]:
-        """Tells if a window ends when so many steps are complete, and which one that is."""
+        """Returns if a window ends when `num_steps` steps are complete, and the number of that window."""
         num_own = num_steps - self.first_step
         return num_own % self.interval == 0, self.num_ended(num_steps) - 1
 
     def due(self, num_steps: int) -> tuple[bool, int]:
-        """Tells if a window is merged when so many steps are complete, and which one that is."""
+        """Returns if a window is merged when `num_steps` steps are complete, and the number of that window."""
         num_own = num_steps - self.delay - self.first_step
         return (num_own > 0) & (num_own % self.interval == 0), self.num_ended(num_steps - self.delay) - 1
 
     def num_ended(self, num_steps: int) -> int:
-        """The number of windows that have ended when so many steps are complete."""
+        """The number of windows that have ended when `num_steps` steps are complete."""
         return self.first_window + (num_steps - self.first_step) // self.interval
 
     def under_way(self, num_steps: int) -> range:
-        """The windows that have ended by then and are not merged."""
+        """The windows that have ended and are not merged when `num_steps` steps are complete."""
         num_merged = self.num_ended(max(self.first_step, num_steps - self.delay))
         return range(num_merged, self.num_ended(num_steps))
 
@@ -76,22 +76,22 @@ class Schedule:
 
     @property
     def num_newer(self) -> int:
-        """How many windows have ended after the one that is due."""
+        """The number of windows that have ended after the window that is due."""
         return self.delay // self.interval
 
     @property
     def meeting_distance(self) -> int:
-        """After so many steps what a window's mean tells is known to all, and a window ends: a multiple of p."""
+        """The steps after a window's end by which its mean is merged and another window ends: a multiple of p."""
         return -(-self.delay // self.interval) * self.interval
 
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """The schedule of some windows, and how they are averaged.
+    """The schedule of some windows, and the way in which they are averaged.
 
     Attributes:
-      schedule: From its first window on.
-      setting: The way, and the width, which is the schedule's.
+      schedule: The schedule, from its first window on.
+      setting: The way to average, and the width of the schedule.
       is_meeting: True if ranks that join begin with the schedule's first step.
     """
 
@@ -101,21 +101,21 @@ class Course:
 
 
 class Courses:
-    """The settings that ranks have chosen for each window. They follow from means, so they are alike on all ranks.
+    """The settings that ranks have chosen for each window. They follow from means, so they are equal on all ranks.
 
-    The choice by the mean of window k counts from the first window on that begins when window k is merged:
+    The choice in the mean of window k takes effect with the first window that begins after the merge of window k:
 
         k  +  the windows that have ended meanwhile  +  1
 
-    If the schedule changes, its graph merges there what is under way, and goes by what the last of these means tells.
+    If the schedule changes, the graph merges all windows in flight there. The mean of the last one decides.
 
     Args:
-      schedule_of: Returns, for a width, the schedule that begins at a step, with a window: `schedule_of(width, step,
-        window)`.
-      setting: The first one.
+      schedule_of: `schedule_of(width, step, window)` returns the schedule of a width that begins at a step, with a
+        window.
+      setting: The first setting.
     """
 
-    _NUM_KEPT = 2 * MAX_WINDOWS  # Of each window under way, and of those that follow.
+    _NUM_KEPT = 2 * MAX_WINDOWS  # For the windows in flight, and those that follow.
 
     def __init__(self, schedule_of: Callable[[int, int, int], Schedule], setting: Setting):
         self._schedule_of = schedule_of
@@ -127,14 +127,14 @@ class Courses:
         self._courses = [Course(self._schedule_of(self._first.width, 0, 0), self._first)]
 
     def of(self, window: int) -> Course:
-        """That of a window."""
+        """The course of a window."""
         for course in reversed(self._courses):
             if course.schedule.first_window <= window:
                 return course
         return self._courses[0]
 
     def at(self, step: int) -> Course:
-        """That of the window which a step is a part of."""
+        """The course of the window that a step belongs to."""
         for course in reversed(self._courses):
             if course.schedule.first_step <= step:
                 return course
@@ -142,14 +142,14 @@ class Courses:
 
     @property
     def latest(self) -> Course:
-        """That which counts in the end."""
+        """The last course."""
         return self._courses[-1]
 
     def choose(self, window: int, setting: Setting) -> None:
-        """The mean of a window tells this setting. Called in the order of windows."""
+        """Takes the setting that the mean of a window tells. Must be called in the order of windows."""
         present, latest = self.of(window), self.latest
         if latest.is_meeting and latest.schedule.first_window > window:
-            return  # Windows begin anew there.
+            return  # At the meeting, windows begin anew with the first setting.
         if latest.schedule.first_window > window and self._changes_graph(present, latest):
             self._put(self._begun(setting, latest.schedule), replaces=True)
         elif setting != latest.setting:
@@ -158,9 +158,9 @@ class Courses:
             self._put(Course(self._schedule_of(setting.width, begin, first_window), setting))
 
     def meet(self, window: int) -> int:
-        """The mean of a window admits ranks. All meet where windows begin anew; returns the step.
+        """Plans a meeting, because the mean of a window admits ranks. Windows begin anew there. Returns its first step.
 
-        Called before `choose`.
+        Must be called before `choose`.
         """
         present, latest = self.of(window), self.latest
         is_to_begin = latest.schedule.first_window > window
@@ -176,7 +176,7 @@ class Courses:
         return latest.setting.width != present.setting.width
 
     def _begun(self, setting: Setting, schedule: Schedule, is_meeting: bool = False) -> Course:
-        """One that begins where a schedule does."""
+        """Returns a course that begins with the first step and window of a schedule."""
         return Course(self._schedule_of(setting.width, schedule.first_step, schedule.first_window), setting, is_meeting)
 
     def _put(self, course: Course, replaces: bool = False) -> None:
@@ -186,26 +186,26 @@ class Courses:
     # For a rank that joins.
 
     def state(self) -> np.ndarray:
-        """The latest course, at a meeting."""
+        """Returns the latest course as numbers, at a meeting."""
         schedule, setting = self.latest.schedule, self.latest.setting
         return np.array([*setting, schedule.first_step, schedule.first_window], np.int64)
 
     def take_state(self, state: np.ndarray) -> None:
-        """Takes what another rank has given."""
+        """Takes the course from another rank's `state`."""
         way, width, first_step, first_window = state.tolist()
         self._courses = [Course(self._schedule_of(width, first_step, first_window), Setting(way, width))]
 
 
 def largest(selection: TopK, window: tf.Tensor, changes: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Emits the ops that tell where changes are among the largest: what a window hands out.
+    """Emits the ops that select the largest changes, which a window sends. Lin et al. call this local accumulation.
 
     Args:
-      selection: How many are.
+      selection: The ratio of changes that are selected.
       window: The window's number.
       changes: float32 tensors.
 
     Returns:
-      For each tensor, where. Lin et al. call it local accumulation.
+      For each tensor, a bool tensor that is True at the selected changes.
     """
     sizes = [tf.abs(tf.cast(change, tf.float32)) for change in changes]
     values = tf.concat([tf.reshape(size, [-1]) for size in sizes], axis=0)
@@ -214,11 +214,11 @@ def largest(selection: TopK, window: tf.Tensor, changes: Sequence[tf.Tensor]) ->
     ratio = tf.gather(ratios, tf.minimum(window, len(ratios) - 1))
     num_largest = tf.cast(tf.math.ceil(ratio * sample.shape[0]), tf.int32)
     threshold = tf.math.top_k(sample, num_largest).values[-1]
-    return [~(size < threshold) for size in sizes]  # What is not a number is handed out.
+    return [~(size < threshold) for size in sizes]  # NaN is selected.
 
 
 def _next_prime(number: int) -> int:
-    """A stride that meets all columns of a layer's kernel in turn; 1 for numbers below 2."""
+    """The least prime of at least `number`, or 1 below 2. As a stride it meets all columns of a kernel in turn."""
     if number < 2:
         return 1
     while any(number % divisor == 0 for divisor in range(2, math.isqrt(number) + 1)):

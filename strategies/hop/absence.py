@@ -1,14 +1,14 @@
-"""Which neighbors a rank of Hop does not wait for: those that are frozen or cut off, until they are back.
+"""`Absence`: the neighbors that a rank of Hop does not wait for. They are frozen or cut off, until they are back.
 
-A token queue bounds how far a rank is ahead of an out-neighbor, and with that the memory there. A neighbor of which
-nothing is heard computes nothing, and what is sent to it gives way to newer messages: its memory needs no bound. So
-where stragglers are tolerated, ranks go on without its tokens and updates, and owe the tokens. When it is back, it
-finds that its in-neighbors are further than its tokens allow. Then it takes their newest parameters, and goes on where
-its out-neighbors are (`HopExchange`), as a straggler does that jumps (section 5). Until then it is not waited for.
+A token queue bounds how far a rank is ahead of an out-neighbor, and so the memory there. A silent neighbor computes
+nothing, and messages to it give way to newer ones, so its memory needs no bound. If stragglers are tolerated, ranks go
+on without its tokens and updates, and owe the tokens. When the neighbor is back, it finds that its in-neighbors are
+further than its tokens allow. It then takes their newest parameters, and goes on where its out-neighbors are
+(`HopExchange`), like a straggler that jumps (section 5). Until then no rank waits for it.
 
 References:
-  Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. Of Table 1, the bounds on the gap
-  to a rank do not hold while nothing is heard of it.
+  Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. The bounds of Table 1 on the gap
+  to a rank do not hold while the rank is silent.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hop_tf.strategies.hop.settings import HopSettings
 
 
 class Absence:
-    """The neighbors of one rank that are absent. Methods are called with the monitor held, but for `wait`.
+    """The neighbors of one rank that are absent. Callers must hold the monitor, except for `wait`.
 
     Args:
-      membership: Waiting.
+      membership: Waits for ranks.
       group: The group's name.
-      settings: Which ranks do without others.
+      settings: Tells which ranks tolerate stragglers.
     """
 
     def __init__(self, membership: Membership, group: str, settings: HopSettings):
@@ -40,48 +40,48 @@ class Absence:
         return self._silence.num_passed_by
 
     def close(self) -> None:
-        """Takes no more messages."""
+        """Stops taking messages."""
         self._silence.close()
 
     def reset(self) -> None:
-        """Forgets the session that was."""
+        """Forgets the previous session."""
         self._silence.reset()
         self._returning.clear()
 
     def is_any(self) -> bool:
-        """True if some neighbor is absent: mostly none is."""
+        """True if some neighbor is absent. Mostly none is."""
         return bool(self._silence.ranks or self._returning)
 
     def includes(self, rank: int) -> bool:
-        """True if a neighbor is silent, or is not back where this rank is."""
+        """True if a neighbor is silent, or was silent and is still far from this rank's iteration."""
         return rank in self._silence.ranks or rank in self._returning
 
     def owes_tokens(self, rank: int) -> bool:
-        """True if this rank goes on without tokens of an out-neighbor: an absent one that can do without updates."""
+        """True if this rank goes on without an out-neighbor's tokens: it is absent and tolerates missing updates."""
         return self.includes(rank) and self._settings.is_tolerated_by(rank)
 
     def owes_updates(self, rank: int) -> bool:
-        """True if this rank does without updates of an in-neighbor."""
+        """True if this rank goes on without an in-neighbor's updates."""
         return self.includes(rank) and self._settings.is_tolerated_by(self._membership.rank)
 
     def hear(self, rank: int, *, is_near: bool) -> None:
-        """A neighbor has told where it is, and whether that is near enough to count."""
+        """Records a message of a neighbor. With `is_near`, its iteration is near enough for the neighbor to be back."""
         self._silence.hear(rank)
         if is_near:
             self._returning.discard(rank)
 
     def forget(self, rank: int) -> None:
-        """Another process has taken the neighbor's place."""
+        """Forgets a neighbor's absence, because another process has taken its place."""
         self.hear(rank, is_near=True)
 
     def wait(self, missing: Callable[[], Collection[int]], **arguments) -> None:
-        """Waits as `Membership.wait` does. `missing` leaves out those that are absent, if stragglers are tolerated."""
+        """Waits as `Membership.wait` does. If stragglers are tolerated, `missing` must leave out absent neighbors."""
         if not self._settings.tolerates_stragglers:
             self._membership.wait(missing, **arguments)
             return
 
         def awaited() -> Collection[int]:
-            if self._returning:  # One that is lost has to be waited for, so that all hear of it.
+            if self._returning:  # A rank that is lost must be waited for, so that all ranks learn of it.
                 self._returning -= {rank for rank in self._returning if self._membership.is_past_hope(rank)}
             return missing()
 

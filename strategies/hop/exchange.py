@@ -22,17 +22,17 @@ from hop_tf.tensors.fifo import Update
 from hop_tf.topology import Topology
 from hop_tf.transport.base import Message
 
-# Segments of a step: its begin; where stragglers are tolerated, the arrival of its gradient; and the renewal before a
+# Segments of a step: its begin; if stragglers are tolerated, the arrival of its gradient; and the renewal before a
 # jump.
 STEP, REDUCTION, RENEWAL = 0, 1, 2
 
 
 class HopExchange(Exchange, Joiner):
-    """Figure 7's communication at one rank, with Recv and Reduce of Figure 8 or 9 and the jumps of section 5.
+    """The communication of Figure 7 at one rank, with Recv and Reduce of Figure 8 or 9 and the jumps of section 5.
 
-    Where all updates are waited for, it does not matter when: Recv and Reduce then hide behind the computation, and
-    `STEP` gives their result. Where stragglers are tolerated, they come when the gradient is there, as in the figures
-    (`REDUCTION`): by then more updates have come, and a rank knows how far it has fallen behind.
+    If a rank waits for all updates, the time of Recv and Reduce does not matter. They then hide behind the computation,
+    and `STEP` gives their result. If stragglers are tolerated, Recv and Reduce come after the gradient, as in the
+    figures (`REDUCTION`). By then more updates have come, and a rank knows how far it has fallen behind.
 
     Args:
       context: Membership, packing and buffers of the group.
@@ -72,13 +72,13 @@ class HopExchange(Exchange, Joiner):
         self._was_passed_by = self._has_followed = False
         self.step_offset = 0
         self.iteration = start - 1
-        self._target = start  # The iteration that follows.
+        self._target = start  # The next iteration.
         self._sent_rounds = start
-        self._sent: Sequence[np.ndarray] = ()  # What was sent in the iteration that is not reduced yet.
+        self._sent: Sequence[np.ndarray] = ()  # The parameters sent in the iteration that is not reduced yet.
         self._known_departed: set[int] = set()
         # Neighbors that have entered this iteration together with the rank, and their incarnations.
         self._incarnations: dict[int, int] = {}
-        # The first iteration whose update an in-neighbor sends; for a rank that joins, none until it has met that one.
+        # The first iteration of which each in-neighbor sends an update. In a rank that joins, infinity until they meet.
         self._first = dict.fromkeys(self._in_neighbors, math.inf if start else 0)
         weights = self._topology.weights(self._rank)
         del weights[self._rank]
@@ -111,7 +111,12 @@ class HopExchange(Exchange, Joiner):
         return Incoming(outgoing.step, segment, change, num_skipped)
 
     def _follow(self, x: Sequence[np.ndarray], k: int) -> tuple[tuple[np.ndarray, ...], int]:
-        """Goes on where out-neighbors are, with the newest parameters of in-neighbors, that have gone on without it."""
+        """Goes on where out-neighbors are, because they have gone on without this rank.
+
+        Returns:
+          The change towards the newest parameters of in-neighbors, and the number of skipped iterations. That number is
+          0 without `skip`, because `step_offset` then counts them.
+        """
         num_iterations = self._pacing.advance(k, was_passed_by=True)
         self._target = k + num_iterations
         with self._monitor:
@@ -155,13 +160,13 @@ class HopExchange(Exchange, Joiner):
 
     def _send(self, x: Sequence[np.ndarray], k: int) -> None:
         for j in self._out_neighbors:
-            incarnation = self._incarnations.get(j)  # It is taken out when it joins, which may be now.
+            incarnation = self._incarnations.get(j)  # `admit` removes a rank that joins, maybe just now.
             if incarnation is None or not self._is_present(j):
                 continue
             if self._pacing.known_iteration(j) > k + self._settings.max_staleness:
-                self._num_withheld += 1  # It would come too late (section 6.2).
+                self._num_withheld += 1  # The update would come too late (section 6.2).
                 continue
-            # Who tolerates stragglers needs not every update: what a slow link has not begun to send may go.
+            # A rank that tolerates stragglers does not need every update: a newer one replaces one still in the queue.
             self._num_withheld += self._queue.send(
                 j,
                 ITERATION.pack(k),
@@ -186,7 +191,7 @@ class HopExchange(Exchange, Joiner):
     def _reduce(
         self, x: Sequence[np.ndarray], updates: Sequence[Update], weights: Sequence[float]
     ) -> tuple[np.ndarray, ...]:
-        """The weighted mean, less x itself. What is left of the weights to 1 is that of x."""
+        """The weighted mean of updates and x, minus x. The weight of x is 1 minus the sum of the others."""
         changes = []
         for bucket, own in enumerate(x):
             change = self._pool.take(own.nbytes).view(own.dtype)
@@ -195,7 +200,7 @@ class HopExchange(Exchange, Joiner):
         return tuple(changes)
 
     def _renew(self, x: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Before a jump: Recv and Reduce of the iteration before its target."""
+        """Before a jump: does Recv and Reduce of the iteration before the jump's target."""
         with self._monitor:
             self._reception.skip_to(self._target - 1)
         return self._recv_and_reduce(x, self._target - 1)
@@ -206,18 +211,18 @@ class HopExchange(Exchange, Joiner):
         return k >= self._first[j] and self._membership.delivers(j, self._group, k)
 
     def _check_connected(self, k: int) -> None:
-        """Raises if ranks that ended before step k split the others into parts that would train apart."""
+        """Raises HopError if ranks that ended before step k split the others into parts that would train apart."""
         departed = {j for j in self._membership.departed() if not self._membership.delivers(j, self._group, k)}
         if departed != self._known_departed:
             self._known_departed = departed
-            # A rank that has missed steps may end after the others: in a custom loop, it makes these steps alone.
+            # Not for a rank that has missed steps: in a custom loop, it makes these steps alone after the others.
             if not self.step_offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
                     "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
                 )
 
-    # Ranks that join late: what the others need not know of an iteration, they are not told.
+    # Ranks that join late.
 
     def begin_at(self, step: int) -> None:
         self.reset(self._queue.session, step)
@@ -230,8 +235,8 @@ class HopExchange(Exchange, Joiner):
             self._first[rank] = step + 1 if first == math.inf else max(first, step + 1)
 
     def admit(self, rank: int, step: int) -> int:
-        # A rank that is joining counts from nowhere yet, and `begin_at` forgets what it would note here. One that has
-        # ended may be further from the newcomer than ranks that train ever are.
+        # A rank that is joining itself has no iteration yet, and `begin_at` resets its state. A rank that has ended may
+        # be further from the newcomer than ranks that train ever are.
         if self._membership.joining or self._membership.has_left:
             return self.iteration
         self._absence.forget(rank)
@@ -249,7 +254,7 @@ class HopExchange(Exchange, Joiner):
 
     @property
     def most_updates_in_memory(self) -> int:
-        """The most updates ever that were received and not yet used; at most (1 + max_ig) * |N_in|."""
+        """The most updates so far that were received and not yet used. At most (1 + max_ig) * |N_in|."""
         return self._most_updates
 
     def outcomes(self) -> Mapping[str, int]:
@@ -259,7 +264,7 @@ class HopExchange(Exchange, Joiner):
         }
 
     def counters(self) -> Mapping[str, float]:
-        """What became of updates and iterations; see `HopStrategy`."""
+        """The counts of updates and iterations. See `HopStrategy`."""
         return {
             "late_updates": self.outcomes()["late"],
             "withheld_updates": self._num_withheld,
@@ -282,14 +287,14 @@ class HopExchange(Exchange, Joiner):
         is_lost = departure is not None and departure.lost
         if not is_lost:
             self._pacing.hear_update(message.sender, iteration)
-        # Nobody waits for what a lost rank has sent, nor for updates of a newcomer from before its first iteration.
+        # No rank waits for updates of a lost rank, nor for a newcomer's from before its first iteration.
         if is_lost or math.inf > self._first[message.sender] > iteration:
             self._num_late += 1
             return
         if iteration > self.iteration + self._settings.gap:
             if not self._settings.is_tolerated_by(self._rank):
                 raise ProtocolError(f"rank {message.sender} is at {iteration}, this rank at {self.iteration}.")
-            self._was_passed_by = True  # It has heard nothing of this rank for some time.
+            self._was_passed_by = True  # The sender has heard nothing of this rank for some time.
         if self._absence.is_any():
             self._absence.hear(message.sender, is_near=iteration + self._settings.gap > self.iteration)
         self._reception.put(Update(iteration, message.sender, self._packing.view(message.payload)))

@@ -1,7 +1,8 @@
-"""What keeps neighbors of Hop from running away from each other: token queues, or NOTIFY-ACK.
+"""`Pacing`: the bound on the distance between neighbors of Hop, by token queues or NOTIFY-ACK.
 
-Both tell a neighbor something small at one point of an iteration, if no update tells it, and wait for that at another.
-A rank that has ended is neither told nor waited for. One that joins late counts from the iteration in which it enters.
+At one point of an iteration, both send a neighbor a small message, unless an update carries it. At another point they
+wait for such messages. A rank that has ended is neither told nor waited for. A rank that joins late counts from the
+iteration in which it enters.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Pacing(abc.ABC):
         rank = context.membership.rank
         self._in_neighbors = topology.in_neighbors(rank)
         self._out_neighbors = topology.out_neighbors(rank)
-        self._told = self._in_neighbors  # By messages of their own.
+        self._told = self._in_neighbors  # The neighbors that get separate messages.
         self._queue = SessionQueue(context.membership, f"pace/{context.group}", context.session)
         self._begin(0)
         self._queue.start(self._on_message)
@@ -47,7 +48,7 @@ class Pacing(abc.ABC):
         self._queue.close()
 
     def reset(self, session: int, start: int = 0) -> None:
-        """Forgets everything; the rank is to enter iteration `start` of `session`."""
+        """Forgets everything. The rank is to enter iteration `start` of `session`."""
         with self._monitor:
             self._queue.session = session
             self._begin(start)
@@ -57,49 +58,49 @@ class Pacing(abc.ABC):
         """Prepares for iteration `start`."""
 
     def behind(self) -> list[int]:
-        """Out-neighbors that joined so far behind that the rank may not enter its next iteration yet."""
+        """The out-neighbors that joined too far behind for this rank to enter its next iteration yet."""
         return []
 
     def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
-        """The rank enters iteration k, together with neighbors of these incarnations."""
+        """Called when the rank enters iteration k, together with neighbors of these incarnations."""
 
     def wait_to_send(self, k: int) -> None:
         """Called before the Send of iteration k."""
 
     def reduced(self, k: int, incarnations: Mapping[int, int]) -> None:
-        """The updates of iteration k have been used; `incarnations` as in `enter`."""
+        """Called after the updates of iteration k were used. `incarnations` as in `enter`."""
 
     def advance(self, k: int, *, was_passed_by: bool = False) -> int:
-        """Waits until the rank may leave iteration k; returns by how many iterations it then is to advance.
+        """Waits until the rank may leave iteration k. Returns the number of iterations by which it is to advance.
 
         Args:
           k: The iteration.
-          was_passed_by: Whether in-neighbors are further ahead than they may be: they have not heard of this rank.
+          was_passed_by: True if in-neighbors are further ahead than the bound, because this rank was silent.
         """
         del was_passed_by
         return 1
 
     def known_iteration(self, j: int) -> int:
-        """An iteration that out-neighbor j has reached, maybe passed."""
+        """An iteration that out-neighbor j has reached or passed."""
         return 0
 
     def hear_update(self, j: int, iteration: int) -> None:
-        """An update of in-neighbor j has come. So j has entered its iteration."""
+        """Called when an update of in-neighbor j has come, which shows that j has entered `iteration`."""
 
     @abc.abstractmethod
     def admit(self, j: int, start: int) -> None:
-        """Out-neighbor j joins and is to enter iteration `start`."""
+        """Called when out-neighbor j joins. It is to enter iteration `start`."""
 
     @abc.abstractmethod
     def meet(self, j: int, k: int) -> None:
-        """The rank has joined; out-neighbor j is in iteration k."""
+        """Called when this rank has joined. Out-neighbor j is in iteration k."""
 
     def _tell_in_neighbors(self, k: int, incarnations: Mapping[int, int]) -> None:
         for j in self._present(self._told):
-            incarnation = incarnations.get(j)  # It is taken out when it joins, which may be now.
+            incarnation = incarnations.get(j)  # `admit` removes a rank that joins, maybe just now.
             if incarnation is not None:
-                # On lane 0: behind an update on a slow link it would hold a rank up that needs no such update.
-                # A later one tells all that those before it do.
+                # On lane 0: behind an update on a slow link, the message would delay a rank that does not need that
+                # update. It supersedes earlier messages, because it tells all that they do.
                 self._queue.send(
                     j, ITERATION.pack(k), incarnation=incarnation, step=k, supersedes=self._absence.includes(j)
                 )
@@ -114,21 +115,21 @@ class Pacing(abc.ABC):
 
     @abc.abstractmethod
     def _note(self, j: int, iteration: int) -> None:
-        """Out-neighbor j has told of `iteration`."""
+        """Records the iteration that out-neighbor j has told."""
 
 
 class TokenPacing(Pacing):
     """Token queues (section 4.2), and with them the jumps of stragglers (section 5).
 
-    An update of iteration k is sent when its sender has entered k. If the receiver waits for it in any case, no token
-    needs a message of its own: what a neighbor in both directions inserts comes with its updates.
+    A rank sends its update of iteration k when it has entered k. If receivers wait for every update, an update also
+    stands for a token. So a rank that is both in- and out-neighbor needs no separate messages for tokens.
     """
 
     def __init__(self, context: ExchangeContext, topology: Topology, settings: HopSettings, absence: Absence):
         self._max_ig = settings.max_iteration_gap
         self._skip = settings.skip
         self._has_surplus = settings.tolerates_stragglers
-        # Theorem 2, for the longest path there is: where others have ended, none may be shorter.
+        # Theorem 2 for the longest possible path. When other ranks have ended, there may be no shorter one.
         self._capacity = self._max_ig * topology.world_size
         super().__init__(context, topology, absence)
         if not settings.tolerates_stragglers:
@@ -139,7 +140,7 @@ class TokenPacing(Pacing):
         self._tokens = {j: self._make_queue(-1) for j in self._out_neighbors}  # Line 5.
 
     def _make_queue(self, iteration: int) -> TokenQueue:
-        """TokenQ(j -> i) where j is in `iteration`."""
+        """TokenQ(j -> i), if j is in `iteration`."""
         return TokenQueue(
             num_initial=iteration - self._permitted + self._max_ig,
             capacity=self._capacity,
@@ -157,11 +158,11 @@ class TokenPacing(Pacing):
         return [j for j in present if not self._absence.owes_tokens(j)]
 
     def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
-        """Line 10: one token for every iteration that was entered, jumped over or not."""
+        """Line 10: inserts a token for every iteration up to k, including those that were jumped over."""
         self._tell_in_neighbors(k, incarnations)
 
     def advance(self, k: int, *, was_passed_by: bool = False) -> int:
-        """Line 17: takes a token from every out-neighbor; if all are far ahead, as many as are jumped over."""
+        """Line 17: takes a token of every out-neighbor, and for a jump a token for each iteration."""
 
         def missing() -> list[int]:
             return [j for j in self._bound_by() if self._tokens[j].size <= 0]
@@ -184,8 +185,8 @@ class TokenPacing(Pacing):
             return max(1, min(tokens.size for tokens in queues) - self._max_ig)
         if self._skip is None or not queues:
             return 1
-        # In-neighbors, which a jump needs the updates of, wait for this rank's tokens max_ig iterations ahead of it. In
-        # directed graphs out-neighbors may be further away than that.
+        # A jump needs updates of in-neighbors, which wait for this rank's tokens max_ig iterations ahead of it. In
+        # directed graphs out-neighbors may be further ahead than that.
         num_behind = min(tokens.size for tokens in queues) - self._max_ig
         return min(self._skip.jump(num_behind), self._max_ig + 1)
 
@@ -193,11 +194,11 @@ class TokenPacing(Pacing):
         return self._tokens[j].iteration
 
     def admit(self, j: int, start: int) -> None:
-        """As though j was in the iteration before."""
+        """Makes a queue as if j was in the iteration before `start`."""
         self._tokens[j] = self._make_queue(start - 1)
 
     def meet(self, j: int, k: int) -> None:
-        """The tokens that j has inserted up to iteration k; those of a later one may have come first."""
+        """Inserts the tokens of j up to iteration k. Tokens of a later iteration may have come first."""
         if k > self._tokens[j].iteration:
             self._put(j, k)
 
@@ -215,7 +216,7 @@ class TokenPacing(Pacing):
 
 
 class NotifyAckPacing(Pacing):
-    """NOTIFY-ACK (section 3.3): an update is sent when the receiver has used the one before."""
+    """NOTIFY-ACK (section 3.3): a rank sends an update when the receiver has used the previous one."""
 
     def _begin(self, start: int) -> None:
         del start
@@ -234,11 +235,11 @@ class NotifyAckPacing(Pacing):
         self._tell_in_neighbors(k, incarnations)
 
     def admit(self, j: int, start: int) -> None:
-        """It will use no update before iteration `start`."""
+        """Records that j will use no update before iteration `start`."""
         self._acknowledged[j] = start - 1
 
     def meet(self, j: int, k: int) -> None:
-        """It uses updates of this rank after iteration k only."""
+        """Records that j uses only updates of this rank after iteration k."""
         self._acknowledged[j] = max(k, self._acknowledged[j])
 
     def _note(self, j: int, iteration: int) -> None:
@@ -246,7 +247,7 @@ class NotifyAckPacing(Pacing):
 
 
 def make_pacing(context: ExchangeContext, topology: Topology, settings: HopSettings, absence: Absence) -> Pacing:
-    """The one that the settings ask for."""
+    """Returns the pacing that the settings ask for."""
     if settings.uses_notify_ack:
         return NotifyAckPacing(context, topology, absence)
     return TokenPacing(context, topology, settings, absence)

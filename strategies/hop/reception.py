@@ -1,7 +1,7 @@
-"""Recv and Reduce of Hop: which updates an iteration waits for, which it uses, and how much each of them counts.
+"""Recv and Reduce of Hop: the updates that an iteration waits for, those that it uses, and their weights.
 
-`TaggedReception` is Figure 7 and, with backup workers, Figure 8; `NewestReception` is Figure 9 (bounded staleness) and,
-with backup workers too, the hybrid. Both are called with the rank's monitor held, and never block.
+`TaggedReception` is Figure 7 and, with backup workers, Figure 8. `NewestReception` is Figure 9 (bounded staleness) and,
+with backup workers too, the hybrid. Callers must hold the rank's monitor. No method blocks.
 """
 
 from __future__ import annotations
@@ -15,64 +15,67 @@ from hop_tf.tensors.fifo import NewestUpdates, Update, UpdateQueue
 
 
 class Reception(abc.ABC):
-    """Updates on their way into iterations.
+    """The updates that were received and not yet used.
 
     Attributes:
-      num_late: Updates dropped unused, because the rank was further when they came.
+      num_late: The number of updates that were dropped unused, because the rank was further when they came.
     """
 
     num_late = 0
 
     @abc.abstractmethod
     def put(self, update: Update) -> None:
-        """Takes an update that has arrived; drops it where it comes too late for any iteration."""
+        """Takes an update that has arrived. Drops it if it is too late for any iteration."""
 
     @abc.abstractmethod
     def missing(self, k: int, delivers: Callable[[int, int], bool]) -> list[int]:
-        """The ranks that iteration k still waits for; empty if what is here will do.
+        """The ranks that iteration k still waits for. Empty if the updates here are enough.
 
         Args:
           k: The iteration.
-          delivers: `delivers(j, iteration)`: whether rank j's updates up to that iteration have come or may still come.
+          delivers: `delivers(j, iteration)` returns True if rank j's updates up to that iteration have come or can
+            still come.
         """
 
     @abc.abstractmethod
     def take(self, k: int) -> tuple[list[Update], list[float]]:
-        """The updates that iteration k uses, in the order of their senders, and their weights.
+        """Takes the updates that iteration k uses, in the order of their senders, and their weights.
 
-        The rank's own parameters have the weight that is left to 1. What comes for iterations up to k is late now.
+        The weight of the rank's own parameters is 1 minus the sum of these. Updates of iterations up to k that come
+        later count as late.
         """
 
     @abc.abstractmethod
     def take_newest(self, k: int, own_counts: bool) -> tuple[list[Update], list[float]]:
-        """As `take` of the iteration before k, where in-neighbors may be further ahead than they are meant to be.
+        """Takes the updates as `take(k - 1)`, and those of in-neighbors that are further ahead than the bound.
 
         Args:
-          k: The iteration that follows. What is here for it stays.
-          own_counts: Whether the rank's own parameters count: not where they are far too old.
+          k: The next iteration. Its updates stay here.
+          own_counts: True if the rank's own parameters count. False if they are far too old.
         """
 
     @abc.abstractmethod
     def skip_to(self, k: int) -> None:
-        """Drops what only iterations before k could use."""
+        """Drops updates that only iterations before k could use."""
 
     @abc.abstractmethod
     def forget(self, sender: int, newest: int) -> None:
-        """Drops what is here of `sender`, which was started again; iterations up to `newest` need nothing of it."""
+        """Drops the updates of `sender`, which was started again. Iterations up to `newest` need no update of it."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Updates in memory."""
+        """The number of updates in memory."""
 
 
 class TaggedReception(Reception):
-    """Updates of iteration k itself, from all in-neighbors but `num_backup_workers`; more, where they are there.
+    """Uses updates of iteration k itself, from all in-neighbors except up to `num_backup_workers`.
 
-    Where this rank has no backup workers, each has its weight of the mixing matrix; the weight of a neighbor that has
-    ended goes to the rank itself. Else what was received counts alike, the own parameters included (Figure 8).
+    If this rank has no backup workers, each update has its weight of the mixing matrix. The weight of a neighbor that
+    has ended goes to the rank itself. With backup workers, all received updates and the own parameters have equal
+    weights (Figure 8).
 
     Args:
-      settings: Of Hop.
+      settings: The settings of Hop.
       weights: The mixing matrix's column, by sender, without the rank itself.
       context: Packing and queues of the group.
     """
@@ -87,9 +90,9 @@ class TaggedReception(Reception):
             make_fifo=context.make_fifo,
         )
         self._next = 0  # The first iteration that has not been reduced.
-        self._newest: dict[int, int] = {}  # Of what each sender has sent, dropped or not.
+        self._newest: dict[int, int] = {}  # The iteration of each sender's newest update, dropped or not.
         self._gap = settings.gap
-        # The newest update of each sender that is further ahead than the gap: it did not hear of this rank.
+        # The newest update of each sender that is further ahead than the gap, because it did not hear of this rank.
         self._far: dict[int, Update] = {}
 
     def put(self, update: Update) -> None:
@@ -108,7 +111,7 @@ class TaggedReception(Reception):
         return absent if len(absent) > self._num_backup_workers else []
 
     def _is_past(self, j: int, k: int) -> bool:
-        """Whether rank j will not send an update of iteration k any more: it has jumped over it."""
+        """True if rank j has jumped over iteration k, and will send no update of it."""
         return self._newest.get(j, -1) > k
 
     def take(self, k: int) -> tuple[list[Update], list[float]]:
@@ -135,7 +138,7 @@ class TaggedReception(Reception):
         self._bring_near()
 
     def _bring_near(self) -> None:
-        """Updates that were too far ahead may be of one of the next iterations by now."""
+        """Puts the updates that were too far ahead again: they may be of one of the next iterations by now."""
         if self._far:
             far, self._far = self._far, {}
             for update in far.values():
@@ -151,17 +154,16 @@ class TaggedReception(Reception):
 
 
 class NewestReception(Reception):
-    """The newest update of every in-neighbor, if it came since the last Reduce and is at most `max_staleness` old.
+    """Uses the newest update of each in-neighbor, if it came since the last Reduce and is at most `max_staleness` old.
 
-    Waits while the newest update ever received from more than `num_backup_workers` neighbors is older than that.
-    Weights are those of Equation 2: iteration - (k - max_staleness) + 1 over their sum, where the rank's own parameters
-    are of iteration k.
+    Waits while more than `num_backup_workers` neighbors have sent no update that is new enough. Weights are those of
+    Equation 2: iteration - (k - max_staleness) + 1 over their sum. The rank's own parameters are of iteration k.
 
-    Figure 9, line 6, would wait for a new update of every neighbor in every iteration, as max(size, 1) never is 0;
-    section 4.4 asks for an update within the bound, "either received in the current iteration or in previous ones".
+    Figure 9, line 6, would wait for a new update of every neighbor in every iteration, because max(size, 1) is never 0.
+    Section 4.4 asks for an update within the bound, "either received in the current iteration or in previous ones".
 
     Args:
-      settings: Of Hop.
+      settings: The settings of Hop.
       senders: The in-neighbors.
       context: Packing and queues of the group.
     """
@@ -193,7 +195,7 @@ class NewestReception(Reception):
         return updates, _equal_weights(len(updates), own_counts)
 
     def skip_to(self, k: int) -> None:
-        """Nothing: `take` looks at the iterations."""
+        """Does nothing, because `take` looks at the iterations of updates."""
 
     def forget(self, sender: int, newest: int) -> None:
         self._queue.drop_sender(sender, newest)
@@ -207,7 +209,7 @@ def _equal_weights(num_updates: int, own_counts: bool) -> list[float]:
 
 
 def make_reception(settings: HopSettings, weights: Mapping[int, float], context: ExchangeContext) -> Reception:
-    """The one that the settings ask for. `weights` is the mixing matrix's column without the rank itself."""
+    """Returns the reception that the settings ask for. `weights` is the mixing matrix's column without the rank."""
     if settings.max_staleness:
         return NewestReception(settings, list(weights), context)
     return TaggedReception(settings, weights, context)

@@ -1,4 +1,4 @@
-"""The settings of Hop: which of its mechanisms are on, and which of them go together."""
+"""The settings of Hop: the mechanisms that are on, and the checks that they go together."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hop_tf.topology import Topology
 
 _UPDATE_ORDERS = ("parallel", "serial")
 _SYNCHRONIZATIONS = ("queues", "notify_ack")
-# With NOTIFY-ACK a rank is at most so many iterations ahead of an out-neighbor (section 3.3).
+# The most iterations that a rank can be ahead of an out-neighbor with NOTIFY-ACK (section 3.3).
 _NOTIFY_ACK_GAP = 2
-# For each iteration of the gap a queue is made, which takes half a millisecond.
+# Each iteration of the gap needs a queue, and creating a queue takes half a millisecond.
 _LARGEST_GAP = 1000
-# Weights that differ no more are equal.
+# Weights that differ by no more than this are equal.
 _WEIGHT_TOLERANCE = 1e-6
 
 
@@ -26,15 +26,16 @@ class SkipIterations:
     """Lets a straggler jump over iterations (section 5).
 
     At the end of an iteration rank i knows from its token queues how far each out-neighbor j is ahead:
-    TokenQ(j -> i).size() - max_ig = Iter(j) - Iter(i). Where the smallest of these numbers is at least `trigger`, it
-    jumps by that many iterations, at most `max_jump`, the ordinary advance by one included. Before that it averages its
-    parameters with its in-neighbors' of the iteration before the one that it jumps to. It never gets ahead of an
-    out-neighbor; nor more than one iteration ahead of where in-neighbors wait for it, in directed graphs.
+    TokenQ(j -> i).size() - max_ig = Iter(j) - Iter(i). If the smallest of these numbers is at least `trigger`, the rank
+    jumps by that many iterations, at most `max_jump`, including the ordinary advance by one. Before a jump it averages
+    its parameters with its in-neighbors', of the iteration before the jump's target. It never gets ahead of an
+    out-neighbor. In directed graphs, its in-neighbors wait at some iteration, and it gets at most one ahead of that.
 
     Attributes:
       max_jump: Most iterations in one jump, at least 2. Default 10.
-      trigger: Iterations behind every out-neighbor at which a rank jumps, at least 2. At most max_iteration_gap, and
-        without backup workers max_staleness + 1: no rank falls further behind. Default 2.
+      trigger: The number of iterations behind every out-neighbor at which a rank jumps, at least 2. At most
+        max_iteration_gap, and without backup workers max_staleness + 1, because no rank falls further behind. Default
+        2.
 
     Raises:
       ValueError: If a value is out of range.
@@ -48,13 +49,13 @@ class SkipIterations:
             check_integer(name, getattr(self, name), at_least=2)
 
     def jump(self, num_behind: int) -> int:
-        """By how many iterations to advance: 1 unless that far behind."""
+        """The number of iterations by which to advance: 1 if the rank is less than `trigger` behind."""
         return min(self.max_jump, num_behind) if num_behind >= self.trigger else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HopSettings:
-    """What `HopStrategy` can be told, apart from the topology; see there.
+    """The arguments of `HopStrategy` that select its mechanisms, checked. See there.
 
     Raises:
       ValueError: If a value is out of range, or mechanisms are combined that cannot work together.
@@ -133,40 +134,40 @@ class HopSettings:
             )
 
     def num_backup_workers_of(self, rank: int) -> int:
-        """N_buw(i): of how many in-neighbors that rank need not wait."""
+        """N_buw(i): the number of in-neighbors that a rank need not wait for."""
         return self.num_backup_workers if is_integer(self.num_backup_workers) else self.num_backup_workers[rank]
 
     @property
     def has_backup_workers(self) -> bool:
-        """Whether some rank has backup workers."""
+        """True if some rank has backup workers."""
         return bool(np.any(self.num_backup_workers))
 
     @property
     def tolerates_stragglers(self) -> bool:
-        """Whether some rank can go on without every neighbor's update of the iteration."""
+        """True if some rank can go on without an update of every neighbor in an iteration."""
         return bool(self.has_backup_workers or self.max_staleness)
 
     def is_tolerated_by(self, rank: int) -> bool:
-        """Whether that rank can."""
+        """True if this rank can go on without an update of every neighbor in an iteration."""
         return bool(self.num_backup_workers_of(rank) or self.max_staleness)
 
     @property
     def uses_notify_ack(self) -> bool:
-        """Whether ranks are held together by NOTIFY-ACK instead of token queues."""
+        """True if NOTIFY-ACK bounds the distance of ranks, instead of token queues."""
         return self.synchronization == "notify_ack"
 
     @property
     def continues_without_lost(self) -> bool:
-        """Whether ranks train on when one is lost."""
+        """True if ranks train on when one is lost."""
         return self.on_peer_loss == "continue" or (self.on_peer_loss is None and self.tolerates_stragglers)
 
     @property
     def gap(self) -> int:
-        """Most iterations that a rank can be ahead of an out-neighbor."""
+        """The most iterations that a rank can be ahead of an out-neighbor."""
         return _NOTIFY_ACK_GAP if self.uses_notify_ack else self.max_iteration_gap
 
     def check_topology(self, topology: Topology) -> None:
-        """Raises ValueError where the mechanisms do not fit the graph; warns where they do not use its weights."""
+        """Raises ValueError if the mechanisms do not fit the graph. Warns if they ignore its unequal weights."""
         if topology.world_size == 1:
             return
         ranks = range(topology.world_size)

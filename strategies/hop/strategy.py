@@ -13,12 +13,12 @@ Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 20
     15      x_k+1,i = temp + grads                      5. Apply
     17      TokenQ(j -> i).dequeue(1)                   for j in N_out(i), before entering k + 1
 
-In the serial order (Figure 2, a) Compute and Apply come first, and Send, Recv and Reduce work on what they give.
+In the serial order (Figure 2, a) Compute and Apply come first, and Send, Recv and Reduce work on their result.
 
-Lines 12 and 15 run in the training graph, by the user's optimizer whatever it is; the others in `HopExchange`, on the
-communication thread: while line 12 computes, or, where stragglers are tolerated, from line 13 on when it has.
-TokenQ(j -> i) is kept at i and filled by what j sends, so that no remote dequeue is needed. Recv and Reduce have
-variants for backup workers (Figure 8) and staleness (Figure 9): see `reception`. Line 17 takes more tokens where a
+Lines 12 and 15 run in the training graph, with any optimizer of the user. The other lines run in `HopExchange`, on the
+communication thread, while line 12 computes. If stragglers are tolerated, line 13 and the following wait for line 12.
+TokenQ(j -> i) is kept at i and filled by messages from j, so that no remote dequeue is needed. Recv and Reduce have
+variants for backup workers (Figure 8) and staleness (Figure 9): see `reception`. Line 17 takes more tokens when a
 straggler jumps (section 5): see `pacing`, also for NOTIFY-ACK.
 """
 
@@ -42,82 +42,86 @@ from hop_tf.topology import Topology, resolve
 class HopStrategy(ExchangeStrategy):
     """Decentralized training: each rank averages its parameters with its neighbors' in every step.
 
-    It costs less than a point of accuracy against synchronous training, at the same learning rate and momentum; some 2
-    points where each rank has data of other classes.
+    At the same learning rate and momentum, accuracy is less than a point below synchronous training. If each rank has
+    data of other classes, it is some 2 points below.
 
-    In step k, rank i sends its parameters x_k,i to its out-neighbors, computes the gradient at x_k,i meanwhile, and
-    then applies it to the weighted mean of its own and its in-neighbors' x_k:
+    In step k, rank i sends its parameters x_k,i to its out-neighbors, and computes the gradient at x_k,i meanwhile.
+    Then it applies the gradient to the weighted mean of its own and its in-neighbors' x_k:
 
         x_k+1,i = sum over j of W[j, i] x_k,j  +  the optimizer's step for the gradient at x_k,i
 
-    No rank waits for more than its neighbors. Token queues keep a rank at most `max_iteration_gap` steps ahead of its
-    out-neighbors; of any two ranks i is at most min(length(Path j->i), max_iteration_gap * length(Path i->j)) steps
-    ahead of j (Theorem 2). Replicas differ slightly during training; `synchronize(model)` averages them at the end.
+    A rank waits only for its neighbors. Token queues keep a rank at most `max_iteration_gap` steps ahead of its
+    out-neighbors. Of any two ranks, i is at most min(length(Path j->i), max_iteration_gap * length(Path i->j)) steps
+    ahead of j (Theorem 2). Replicas differ slightly during training. `synchronize(model)` averages them at the end.
 
-    What to do about slow ranks:
+    Settings for slow ranks:
 
     - Ranks that are slow now and then: `num_backup_workers` or `max_staleness`, or both. A rank then is up to
       max_iteration_gap * length(Path i->j) ahead of another, with staleness alone also at most
       (max_staleness + 1) * length(Path j->i) (Table 1).
     - A rank that is slow all the time: these and `skip`. It leaves out iterations, so that the others need not wait.
-    - A rank of which nothing is heard: with backup workers or staleness it is not waited for, and none of these bounds
-      holds for it. When it is back, it goes on where its out-neighbors are, with the mean of its in-neighbors' newest
-      parameters. `fit` passes over the batches of the steps that it has missed; a custom loop makes them in the end.
+    - A silent rank: with backup workers or staleness, no rank waits for it, and these bounds do not hold for it. When
+      it is back, it goes on where its out-neighbors are, with the mean of its in-neighbors' newest parameters. `fit`
+      skips the batches of the steps that it has missed. A custom loop makes these steps at the end.
 
-    Floating-point variables that are not trained but assigned in the training step before its update (moving
-    statistics) are averaged along. Optimizer slots stay local.
+    Non-trainable floating-point variables that are assigned in the training step before its update (moving statistics)
+    are averaged, too. Optimizer slots stay local.
 
-    `report()` counts beside what is common to all strategies: `late_updates`, which came too late or were superseded
-    unused; `withheld_updates`, which were not sent: they would have come too late, or, with backup workers or
-    staleness, a newer one was there before the link was free; `jumps`, and the `skipped_iterations` in them;
-    `silences`: how many times a neighbor was found to be silent; and `missed_iterations`: those that the others made
-    while they did not hear of this rank.
+    `report()` has these counts in addition to those of all strategies:
+
+    - `late_updates`: updates that came too late or were superseded unused.
+    - `withheld_updates`: updates that were not sent. They would have come too late, or, with backup workers or
+      staleness, a newer one was there before the link was free.
+    - `jumps`, and the `skipped_iterations` in them.
+    - `silences`: the number of times that a neighbor was found to be silent.
+    - `missed_iterations`: iterations that the others made while this rank was silent.
 
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
         "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a
-        world of one it does not matter. Its weights count without backup workers and staleness only. With them the
-        updates of an iteration count alike, so that ranks with more neighbors contribute more to what all agree on: on
-        an undirected graph, in proportion to the number of neighbors plus one.
+        world of one it does not matter. Its weights are used only without backup workers and staleness. With them the
+        updates of an iteration count alike, so that ranks with more neighbors contribute more to the consensus: on an
+        undirected graph, in proportion to the number of neighbors plus one.
       max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
         rank keeps up to `(1 + max_iteration_gap) * |N_in|` updates in memory. NOTIFY-ACK does not use it. Default 8.
-      num_backup_workers: A rank waits for the updates of all in-neighbors but so many, and averages what it has got
-        with equal weights (Figure 8). One number for all ranks, or a list with one for each (the paper's N_buw(i)): a
-        rank of a fast machine whose neighbors are slow may have more. Less than a rank's number of in-neighbors plus
-        one. Default 0: it waits for all, and weights are those of the topology.
-      max_staleness: Iterations by which an update that is used may be older than the rank's own (Figure 9). A rank
-        waits only for neighbors of which it has nothing so new, and averages the newest updates that came since it last
-        did, weighted by iteration (Equation 2). With backup workers it waits for all such neighbors but so many.
-        Should be less than `max_iteration_gap`. Default 0: updates are those of the rank's own iteration.
+      num_backup_workers: The number of in-neighbors whose updates a rank does not wait for. It averages the updates
+        that it has with equal weights (Figure 8). One number for all ranks, or a list with one for each (the paper's
+        N_buw(i)): a rank of a fast machine with slow neighbors may have more. Less than a rank's number of in-neighbors
+        plus one. Default 0: a rank waits for all, and weights are those of the topology.
+      max_staleness: The number of iterations by which an update may be older than the rank's own (Figure 9). A rank
+        waits only for neighbors of which it has no update that is new enough. It averages the newest updates that came
+        since its last average, weighted by iteration (Equation 2). With backup workers it does not wait for up to
+        `num_backup_workers` of these neighbors. Should be less than `max_iteration_gap`. Default 0: updates are those
+        of the rank's own iteration.
       skip: `SkipIterations`: lets stragglers jump over iterations. Needs backup workers or staleness, `fit`, and one
         optimizer. The batches of skipped iterations are consumed and not trained on. Default None.
-      update_order: "parallel": a step sends what it begins with, and computes meanwhile. "serial": it sends the result
-        of its own update, and averages that (Figure 2, a): nothing is hidden behind the computation, and what was
-        learned travels one step earlier. Default "parallel".
-      synchronization: "queues", or "notify_ack", the earlier protocol that the paper compares with: an update is sent
-        when the receiver has used the one before. Default "queues".
+      update_order: "parallel": a step sends the parameters that it begins with, and computes meanwhile. "serial": a
+        step sends the result of its own update, and averages that (Figure 2, a). Communication is then not hidden
+        behind the computation, but a step's gradient travels one step earlier. Default "parallel".
+      synchronization: "queues", or "notify_ack", the earlier protocol that the paper compares with: a rank sends an
+        update when the receiver has used the previous one. Default "queues".
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without it, as without one that has ended, unless the graph falls apart;
-        they share its rows of each batch. What it had learned and not sent is lost. A second `fit`, `synchronize` and
-        `gather_reports` take all ranks, and raise; so does everything before the first step. If the same script is
-        started again as that rank, its first `fit` passes over the steps that it has missed, takes weights and
-        optimizer slots from the rank that is furthest of those it deals with, and goes on from there; that takes one
-        optimizer, and no `run_eagerly`. A rank takes the place of an in-neighbor that has gone in its own mean: in a
-        directed graph the mean over all ranks then changes by that. Backup workers are as many as before: where all
-        others are, a rank waits for nobody's updates. Default None: "continue" with backup workers or staleness, else
-        "raise".
-      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
-        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
-        ranks; 1 where there are two.
-      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). Parameters
-        are averaged with the weights of the topology, which keep their mean over the ranks. That mean then is to move
-        by the steps of the ranks, each in proportion to its rows; so what a rank's optimizer adds is multiplied by n
-        times its part, n for the number of ranks. Where some have left or are lost, n and the part are those among the
-        others. Weight decay, and moving statistics, are not multiplied. Default None: all parts are equal.
+        the first step on, the others train on without the rank, as without one that has ended, unless the graph falls
+        apart. They share its rows of each batch. Changes that it had not sent are lost. A second `fit`, `synchronize`
+        and `gather_reports` take all ranks, and raise. So does everything before the first step. If the same script is
+        started again as that rank, its first `fit` skips the steps that it has missed. The rank takes weights and
+        optimizer slots from the neighbor that is furthest, and goes on from there. That takes one optimizer, and no
+        `run_eagerly`. In a rank's mean, its own parameters replace those of an in-neighbor that has gone. In a directed
+        graph this changes the mean over all ranks. The number of backup workers stays as it is: if it covers all
+        remaining in-neighbors, a rank waits for no updates. Default None: "continue" with backup workers or staleness,
+        otherwise "raise".
+      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
+        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
+        half of the ranks; 1 if there are two.
+      batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
+        as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). Averaging
+        with the weights of the topology keeps the mean of the parameters over the ranks. This mean is to move by the
+        ranks' steps in proportion to their rows. So the optimizer's step is multiplied by n times the rank's part, with
+        n ranks. If ranks have left or are lost, n and the part are those among the others. Weight decay and moving
+        statistics are not multiplied. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
-        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
-      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+        them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
+      cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
     Raises:
@@ -158,7 +162,7 @@ class HopStrategy(ExchangeStrategy):
             on_peer_loss=on_peer_loss,
         )
         cluster = training_cluster(cluster_resolver, "HopStrategy")
-        # Alone, a graph or matrix of any size will do.
+        # A single rank accepts a graph or matrix of any size.
         is_name = isinstance(topology, str)
         topology = topology if cluster.world_size > 1 or is_name else "complete"
         self._topology = resolve(topology, cluster.world_size, cluster.hosts)
@@ -203,13 +207,13 @@ class HopStrategy(ExchangeStrategy):
         return num_skipped
 
     def _weigh_step(self, group: Group, before: Sequence[tf.Tensor]) -> None:
-        """Multiplies what the optimizer has added by n times this rank's part of a batch; of n ranks that are there."""
+        """Multiplies the optimizer's step by n times this rank's part of a batch, for n ranks that are present."""
         more = self.training.shares.times_mean - 1
         for variable, value in zip(group.trained, before, strict=True):
             variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 
     def _average(self, group: Group, values: Sequence[tf.Tensor], computed: Sequence) -> tf.Tensor:
-        """Lines 11, 13, 14: adds (reduced - sent), so that what the optimizer did before, such as decay, stays."""
+        """Lines 11, 13, 14: adds (reduced - sent), which keeps the optimizer's earlier changes, such as decay."""
         group.submit(values)
         segment = STEP
         if self._settings.tolerates_stragglers:
@@ -233,6 +237,6 @@ def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
 
 
 def _describe(argument: object, topology: Topology) -> str:
-    """What ranks compare: short, however many they are."""
+    """A description of the topology that ranks compare. It is short for any number of ranks."""
     digest = hashlib.sha256(np.round(topology.mixing_matrix, 6).tobytes()).hexdigest()[:16]
     return f"{argument if isinstance(argument, str) else 'mixing matrix'} {digest}"

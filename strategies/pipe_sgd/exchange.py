@@ -16,13 +16,13 @@ from hop_tf.runtime.replay import Replay, make_replay
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
 from hop_tf.tensors.packing import Packing
 
-# A step that no `fit` comes to.
+# A step that no `fit` reaches.
 _NEVER = 1 << 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PipeSGDSettings:
-    """What `PipeSGDStrategy` was told."""
+    """The settings of `PipeSGDStrategy`."""
 
     pipeline_width: int | str
     codec: codecs.Codec | str
@@ -33,12 +33,12 @@ class PipeSGDSettings:
     on_peer_loss: str = "raise"
 
     def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
-        """How gradients may be averaged; see `list_ways`."""
+        """The ways in which gradients may be averaged. See `list_ways`."""
         return list_ways(self.algorithm, self.codec, world_size, num_bytes)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """K, or those that ranks choose from. Without a replay a wider pipe costs accuracy: none is chosen."""
+        """K, or the widths that ranks choose from. Without a replay only 1, because a wider pipe costs accuracy."""
         if self.pipeline_width != AUTO:
             return (self.pipeline_width,)
         return (1, 2) if self.compensation == "replay" else (1,)
@@ -48,23 +48,23 @@ class PipeSGDSettings:
         return len(self.ways(world_size)) * len(self.widths) > 1
 
     def without_times(self) -> PipeSGDSettings:
-        """The settings that ranks begin with, if nothing is to be chosen by times."""
+        """The settings for ranks that do not choose by measured times."""
         way = self.ways(world_size=1)[0]
         return dataclasses.replace(self, pipeline_width=self.widths[0], codec=way.codec, algorithm=way.algorithm)
 
     @property
     def delay(self) -> int:
-        """The largest K - 1: means are merged up to so many steps late."""
+        """The largest K - 1: the most steps by which means are merged late."""
         return max(self.widths) - 1
 
     @property
     def admits(self) -> bool:
-        """Whether ranks that were started again take part again: not where what is under way cannot be merged."""
+        """True if ranks that were started again can join: all means in flight must be mergeable."""
         return self.on_peer_loss == "continue" and (self.delay == 0 or self.replays)
 
     @property
     def replays(self) -> bool:
-        """Whether own gradients stand in for means that are under way."""
+        """True if own gradients stand in for means that are in flight."""
         return self.delay > 0 and self.compensation == "replay"
 
 
@@ -73,12 +73,12 @@ class PipeSGDExchange(GradientExchange):
 
     Args:
       context: Membership, packing and buffers of the group.
-      settings: Those of the strategy.
+      settings: The settings of the strategy.
       tell: As of `Autotuner`.
 
     Attributes:
-      width: K, as the graph has it. If ranks choose it, it is 1 at first.
-      replay: What a rank computes with; None where that is what is merged.
+      width: K of the graph. If ranks choose K, it is 1 at first.
+      replay: The local look-ahead that a rank computes with, or None if a rank computes with the merged weights.
       pipelined_from: int64 variable: the step of the running session with which the pipe began to fill.
     """
 
@@ -89,7 +89,7 @@ class PipeSGDExchange(GradientExchange):
         tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
     ):
         self.width = settings.widths[0]
-        # Without a replay, weights were computed with the own rate.
+        # Without a replay, a rank has computed its weights with its own rate.
         adopts_rate = None if self.delay == 0 else settings.replays
         membership, specs = context.membership, context.packing.specs
         super().__init__(
@@ -103,20 +103,20 @@ class PipeSGDExchange(GradientExchange):
         )
         self.max_in_flight = max(settings.widths) * len(self.parts)
         self._optimizer, self._trained, self._replays = context.optimizer, context.trained, settings.replays
-        self._made_replays: dict[int, Replay] = {}  # By K: graphs that were traced with one keep it.
+        self._made_replays: dict[int, Replay] = {}  # By K, because graphs that were traced with a replay keep it.
         self.replay = self._replay_of_width()
         with tf.init_scope(), tf.device("/cpu:0"):
-            # Nothing is under way in a rank that joins, until it has.
+            # A rank that joins has nothing in flight until it has joined.
             start = _NEVER if membership.joining else settings.warmup_steps
             self.pipelined_from = tf.Variable(start, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from")
 
     @property
     def delay(self) -> int:
-        """K - 1: means are merged so many steps late."""
+        """K - 1: the number of steps by which means are merged late."""
         return self.width - 1
 
     def change_width(self, width: int, step: int) -> None:
-        """Takes another K, for the graph that is traced next. Called before `step`, when all means are merged."""
+        """Takes another K, for the graph that is traced next. Must be called before `step`, with all means merged."""
         self.width = width
         self.replay = self._replay_of_width()
         self.begin_pipe(step)
@@ -133,23 +133,23 @@ class PipeSGDExchange(GradientExchange):
         self.begin_pipe(step)
 
     def begin_pipe(self, step: int) -> None:
-        """Nothing is under way: what variables and slots are now is merged."""
+        """Begins with an empty pipe: the present variables and slots are the merged ones."""
         if self.replay is not None:
             self.pipelined_from.assign(step)
             self.replay.begin()
 
     def reset(self, session: int) -> None:
-        # How many steps each rank has made of a `fit` may differ. That there was one does not.
+        # Ranks may have made different numbers of steps of the first `fit`. But all have made it, so warm-up is over.
         self.pipelined_from.assign(_NEVER if self._membership.joining else 0)
         super().reset(session)
 
     def in_flight(self, num_steps: int) -> range:
-        """The steps whose means were not taken when so many steps were made."""
+        """The steps whose means were not taken after `num_steps` steps."""
         return range(max(num_steps - self.delay, min(int(self.pipelined_from), num_steps)), num_steps)
 
 
 def _segments(packing: Packing, num_segments: int) -> list[list[int]]:
-    """Divides the tensors, the last ones first, into so many parts of about equal size; fewer if there are fewer."""
+    """Divides the tensors, the last ones first, into up to `num_segments` parts of about equal size."""
     num_bytes = [spec.num_elements * spec.dtype.size for spec in packing.specs]
     total, before = sum(num_bytes), 0
     segments: dict[int, list[int]] = {}

@@ -11,16 +11,17 @@ Training. NeurIPS 2018. Algorithm 1, with pipeline width K, at each worker:
      8      g_local[t] = backward pass at w[t]               5      g_sum[t] is ready
     10      g_local[t] is ready
 
-Keras updates at the end of a step. So the update of line 5 is that of the step before, and step t applies the gradient
-of step t - (K - 1), after its own has been handed out: K = 1 is synchronous training (the paper's D-Sync). We take the
-mean over the ranks for the sum. Lines 4 and 9 of the computation thread (the codec) run on the communication thread,
+Keras updates at the end of a step. So the update of line 5 belongs to the previous step. Step t applies the gradient of
+step t - (K - 1), after it has submitted its own: K = 1 is synchronous training (the paper's D-Sync). We take the mean
+over the ranks instead of the sum. Lines 4 and 9 of the computation thread (the codec) run on the communication thread,
 where they are hidden, too.
 
-The paper computes at w[t - 1], which lacks what is under way. Momentum and a rate that synchronous training stands then
-cost accuracy, or all of it. So we compute where this rank's own gradients would have led from there (`compensation` is
-"replay", see `hop_tf.runtime.replay`): w[t] is what is merged, and moved by mean gradients only, alike on all ranks.
+The paper computes at w[t - 1], which lacks the gradients in flight. With the momentum and rate of synchronous training,
+that costs some or all accuracy. So we compute at the weights to which this rank's own gradients would lead from there
+(`compensation` is "replay", see `hop_tf.runtime.replay`). w[t] are the merged weights: only mean gradients move them,
+equally on all ranks.
 
-With L segments (pipelined gradient communication, Figure 2 (b)) the gradients of the last layers are handed out while
+With L segments (pipelined gradient communication, Figure 2 (b)) the gradients of the last layers are submitted while
 back-propagation goes on.
 """
 
@@ -59,83 +60,82 @@ _COMPENSATIONS = ("replay", "none")
 
 
 class PipeSGDStrategy(ExchangeStrategy):
-    """Synchronous training that suits itself to the network: it encodes gradients, or hides communication.
+    """Synchronous training that adapts to the network: it encodes gradients, or hides communication.
 
     In step t each rank computes its gradient g_i[t]. Then it applies a mean over all ranks, by an all-reduce:
 
         w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
 
-    Without arguments ranks choose how. In their first steps each way to average, with a codec and without one, makes a
-    few steps. K = 2 follows, when it would have saved what its graph takes to trace. All ranks choose alike, by what
-    all of them have measured. They choose again when steps take longer or shorter than before, or other ranks take
-    part. Rank 0 says on stderr what was chosen, and how to keep it. An argument that is given is kept. Under
+    Without arguments ranks choose. In the first steps they make a few steps with each way to average, with a codec and
+    without one. K = 2 follows, when it would have saved more time than its graph takes to trace. All ranks make the
+    same choice, from the measurements of all. They choose again when steps take longer or shorter than before, or other
+    ranks take part. Rank 0 prints on stderr the choice, and how to keep it. An argument that is given is kept. Under
     `tf.config.experimental.enable_op_determinism()` nothing is chosen by time: K = 1, no codec, a mesh.
 
-    K = 1 is synchronous training. With K > 1 means are merged K - 1 steps late, alike on all ranks, to the bit. Until
-    one arrives, the rank's own gradient stands in for it: the rank computes at what the optimizer makes of the merged
-    weights and slots and the K - 1 own gradients under way. A step takes max(update + compute, communicate) instead of
-    their sum (Equations 2 and 4), and K - 1 further updates. At the learning rate and momentum that synchronous
-    training stands, K = 2 costs less than a point of accuracy, also if each rank has data of other classes. K = 3 costs
-    about as little, and K = 4 up to 2 points; in a short training of a transformer they cost 2 to 4.
+    K = 1 is synchronous training. With K > 1 means are merged K - 1 steps late, equally on all ranks, to the bit. Until
+    a mean arrives, the rank's own gradient stands in for it: the rank applies its K - 1 own gradients in flight to a
+    copy of the merged weights and slots, and computes there. A step takes max(update + compute, communicate) instead of
+    their sum (Equations 2 and 4), and K - 1 further updates. With the learning rate and momentum of synchronous
+    training, K = 2 costs less than a point of accuracy, also if each rank has data of other classes. K = 3 costs about
+    as little, and K = 4 up to 2 points. In a short training of a transformer K = 3 and K = 4 cost 2 to 4 points.
 
     At the end of every epoch, and of `fit`, all means are merged: validation and callbacks there see merged weights.
-    Callbacks within an epoch see the weights that a rank computes with. If they assign weights then, `fit` raises an
-    error with a given K above 1. A K that ranks choose stays 1 then, and in custom loops. All ranks use the learning
-    rate of rank 0. If a callback has changed another rank's, a warning says so; with a schedule, with `weight_decay`
-    and K = 1 or "auto", and with `compensation="none"` and K above 1 it is an error.
+    Callbacks within an epoch see the weights that a rank computes with. If they assign weights, `fit` raises an error
+    with a given K above 1. A K that ranks choose then stays 1, as in custom loops. All ranks use the learning rate of
+    rank 0. If a callback has changed another rank's rate, there is a warning. It is an error with a schedule, with
+    `weight_decay` and K = 1 or "auto", and with `compensation="none"` and K above 1.
 
-    Changes of moving statistics are averaged along, never through a codec. Gradients are clipped before they are
-    averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. The others go on without a
-    rank that ends early; `synchronize(model)` makes weights, slots and step counts the same before another `fit`.
+    Changes of moving statistics are averaged, too, never through a codec. Gradients are clipped before they are
+    averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. If a rank ends early, the
+    others go on without it; `synchronize(model)` makes weights, slots and step counts the same before another `fit`.
     `on_peer_loss` says what happens when a rank is lost. In a custom loop `synchronize` first merges all means that are
-    under way.
+    in flight.
 
     Args:
-      pipeline_width: K, the number of steps that are under way at a time; at least 1. Default "auto": 2 if that saves
-        at least 15 % of a step, else 1; 1 with `compensation="none"`.
-      codec: What gradients are encoded with on their way: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8",
-        "sketch"; `codecs.TopK(error_feedback=True)` for the largest only); None: as they are. It takes float32,
+      pipeline_width: K, the number of steps that are in flight at a time; at least 1. Default "auto": 2 if that saves
+        at least 15 % of a step, otherwise 1; 1 with `compensation="none"`.
+      codec: Encodes gradients in messages: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch";
+        `codecs.TopK(error_feedback=True)` for the largest only). None: gradients travel as they are. It takes float32,
         bfloat16 and float16; gradients of other types travel as they are. Default "auto": "int8" if that saves at least
-        15 % of a step, else None.
-      num_segments: L, the number of parts that gradients are handed out in, those of the last layers first, so that
-        they travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6), and is
-        of use with K = 1, where computation takes most of a step: a wider pipe hides communication in any case.
-        Default 1.
-      compensation: What a rank computes with while means are under way, of no matter with K = 1. "replay": as above.
-        "none": Algorithm 1 as printed: merged weights only; the first K - 1 updates use gradients of zero, and the last
-        K - 1 means are dropped. With it and a momentum of 0.9, accuracy is lost at rates that synchronous training
-        stands. Default "replay".
-      warmup_steps: So many updates of the first `fit` after `compile` are made with K = 1. It takes
+        15 % of a step, otherwise None.
+      num_segments: L, the number of parts in which gradients are sent, those of the last layers first, so that they
+        travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6). It is useful
+        with K = 1, if computation takes most of a step: a wider pipe hides communication in any case. Default 1.
+      compensation: The weights that a rank computes with while means are in flight. Not used with K = 1. "replay": as
+        above. "none": Algorithm 1 as printed: merged weights only. The first K - 1 updates then use gradients of zero,
+        and the last K - 1 means are dropped. With "none" and a momentum of 0.9, accuracy is lost at learning rates that
+        work in synchronous training. Default "replay".
+      warmup_steps: The number of updates of the first `fit` after `compile` that are made with K = 1. It takes
         `compensation="none"`, and a K that is given: with a replay early gradients are not late. Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one, if
-        that saves at least 5 % of a step, else "mesh".
+        that saves at least 5 % of a step, otherwise "mesh".
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without it, and share its rows of each batch. In the step in which it was
-        lost its gradient is in the mean on all of them, or on none: what is merged stays equal to the bit. Each rank
+        the first step on, the others train on without the rank, and share its rows of each batch. The lost rank's last
+        gradient is in the mean on all of the others or on none. So merged weights stay equal to the bit. Each rank
         keeps a copy of the last mean for that. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop
-        `strategy.reduce` and `gather` take all ranks, and raise; so does everything before the first step. If the same
-        script is started again as that rank, its first `fit` passes over the steps that it has missed, and it joins the
-        others between two steps, with their weights, slots and step; that takes one optimizer, and no `run_eagerly`.
-        With K above 1 and `compensation="none"` it raises instead. Default None: "raise".
-      min_ranks: Where others go on: how many ranks must be left, neither lost nor failed. With fewer, a rank raises
-        `PeerLostError`, since others may train on, on the other side of a cut. Default None: more than half of the
-        ranks; 1 where there are two.
-      patience_seconds: With on_peer_loss="continue": silence after which a rank, such as a process that was stopped, is
-        left behind by the others, which train on without it as without a lost rank. When it wakes, it passes over the
-        steps that it has missed, and joins them in the same `fit`, as a rank that is started again does. It is at least
-        0.5, and less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`.
-        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
-      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean counts
-        each rank as often as it has rows in the step, g = sum of n_i g_i / sum of n_i, so that it is that of the whole
-        batch, whatever the shares. A rank's own gradient stands in at its full size. Default None: all parts are equal.
+        `strategy.reduce` and `gather` take all ranks, and raise. So does everything before the first step. If the same
+        script is started again as that rank, its first `fit` skips the steps that it has missed. It joins the others
+        between two steps, with their weights, slots and step. That takes one optimizer, and no `run_eagerly`. With K
+        above 1 and `compensation="none"` it raises instead. Default None: "raise".
+      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
+        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
+        half of the ranks; 1 if there are two.
+      patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
+        rank, as without a lost one. An example is a process that was stopped. When the rank wakes, it skips the steps
+        that it has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and
+        less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`. Default
+        None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
+      batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
+        as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
+        weights each rank by its rows in the step, g = sum of n_i g_i / sum of n_i. So it is the mean of the whole
+        batch, with any shares. A rank's own gradient stands in at its full size. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
-        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
-      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+        them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
+      cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
     Raises:
-      TypeError: If `codec` is something else.
+      TypeError: If `codec` is of another type.
       ValueError: If an argument is out of range, or `codec` is a `TopK` without error feedback.
       ClusterConfigError: If the cluster description is not valid.
       HopError: If this rank's address cannot be bound.
@@ -231,7 +231,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         return PipeSGDExchange(context, settings, self._tell)
 
     def _tell(self, way: Way, width: int, text: str) -> None:
-        """Says what ranks have chosen."""
+        """Reports the ranks' choice."""
         call = write_call("PipeSGDStrategy", codec=way.codec, algorithm=way.algorithm, pipeline_width=width)
         tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief, pipeline_width=width)
 
@@ -257,7 +257,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         return [*group.trained, *slots_of(group.optimizer(), group.trained).values()]
 
     def makes_way(self, group: Group) -> bool:
-        """True if K is 1. If ranks choose it, it stays 1 from now on."""
+        """True if K is 1. If ranks choose K, it stays 1 from now on."""
         exchange = group.exchange
         if exchange.replay is not None:
             return False
@@ -292,8 +292,8 @@ class PipeSGDStrategy(ExchangeStrategy):
 
         is_synchronous = exchange.replay is None
         if not is_synchronous and tf.executing_eagerly() and not exchange.replay.has_begun:
-            # It is too late to keep what was there before the group's first update: see `begin_eager_step`. Ranks begin
-            # with rank 0's learning rate, so that weights have decayed alike.
+            # It is too late to keep the values from before the group's first update: see `begin_eager_step`. Ranks
+            # begin with rank 0's learning rate, so weights have decayed alike.
             exchange.pipelined_from.assign(1)
             is_synchronous = True
         means, rate = take_means(group, self._due(group, group.read_step()), take_due)
@@ -320,7 +320,8 @@ class PipeSGDStrategy(ExchangeStrategy):
         exchange = group.exchange
         if exchange.tuner is None or (len(exchange.chosen_widths) == 1 and not exchange.is_to_change):
             return False
-        # Means of later steps may have come on some ranks only; and updates may differ in the last bit with another K.
+        # An earlier step's choice, because means of later steps may have come on some ranks only. All ranks must change
+        # K in the same step, because updates with another K may differ in the last bit.
         step = int(group.step)
         width = exchange.chosen_width(step - exchange.width)
         if width == exchange.width or (width > 1 and exchange.tuner.is_narrow):
@@ -330,7 +331,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         return True
 
     def _settle(self, group: Group) -> None:
-        """Emits the ops that merge all that is under way, and begin with an empty pipe."""
+        """Emits the ops that merge all means in flight, and begin with an empty pipe."""
         exchange = group.exchange
         if exchange.replay is None:
             return
@@ -352,7 +353,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         return group.exchange.parts[segment].unpack(buckets)
 
     def _take_due(self, group: Group, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Takes the mean of step t - (K - 1); of t during warm-up; zeros while the pipe fills."""
+        """Takes the mean of step t - (K - 1), or of t during warm-up, or zeros while the pipe fills."""
         delay = group.exchange.delay
         if delay == 0:
             return group.take(t, segment)
@@ -373,7 +374,7 @@ class PipeSGDStrategy(ExchangeStrategy):
     def end_epoch(self, group: Group) -> None:
         if group.exchange.replay is not None:
             self.finish_training(group)
-            _begin_pipe(group)  # For a second call of this.
+            _begin_pipe(group)  # So that a second call merges nothing.
 
     def finish_training(self, group: Group) -> None:
         exchange, count = group.exchange, iterations_variable(group.optimizer())
@@ -384,7 +385,7 @@ class PipeSGDStrategy(ExchangeStrategy):
             if exchange.replay is not None:
                 exchange.replay.merge(means, rate)
         if exchange.replay is not None and gradient_accumulation_steps(group.optimizer()) > 1:
-            count.assign(num_batches)  # Some may wait for the next update.
+            count.assign(num_batches)  # Accumulated batches may wait for the next update.
 
     def break_off(self, group: Group) -> None:
         if group.exchange.replay is not None and group.exchange.in_flight(int(group.step)):
@@ -392,7 +393,7 @@ class PipeSGDStrategy(ExchangeStrategy):
 
 
 def _why_narrow(optimizer: Any) -> str:
-    """The error that names what a replay cannot follow of an optimizer; empty: there is nothing."""
+    """The text of the error for an optimizer that a replay cannot follow. Empty if it can."""
     every = gradient_accumulation_steps(optimizer)
     if every > 1 and loss_scale(optimizer) is not None:
         return (

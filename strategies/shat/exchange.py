@@ -1,4 +1,4 @@
-"""The worker's side of SHAT outside of the training graph: Algorithm 1, lines 5 to 7. See `hop_tf.strategies.shat`."""
+"""The worker's part of SHAT outside of the training graph: Algorithm 1, lines 5 to 7. See `hop_tf.strategies.shat`."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from hop_tf.tensors import payloads
 
 
 class ShatExchange(Exchange, Joiner):
-    """Pushes steps or gradients to the servers, and brings their model and its weight back.
+    """Pushes steps or gradients to the servers, and returns the servers' model and its weight.
 
     Args:
       context: Membership, packing and buffers of the group.
-      settings: Those of the strategy.
-      shares: What part of a batch each worker takes. Default: all parts are equal.
+      settings: The settings of the strategy.
+      shares: The part of a batch that each worker takes. Default: all parts are equal.
 
     Attributes:
-      pushes: What is pushed in a step.
-      shards: What each server that has something to keep does keep.
-      state: What the servers and this rank give each other between steps.
-      last_session: The session of the latest push; 0 before the first one.
+      pushes: The worker's part of the training graph, which makes the pushes.
+      shards: The shard of each server that has one.
+      state: Exchanges state with the servers between steps.
+      last_session: The session of the latest push; 0 before the first push.
 
     Raises:
       ValueError: If the optimizer does not go with the settings.
@@ -59,7 +59,7 @@ class ShatExchange(Exchange, Joiner):
         make_pushes = StepPushes if self._pushes_steps else GradientPushes
         takes_mean = settings.consistency == "bsp"
         self.pushes = make_pushes(len(context.membership.servers), shares, takes_mean=takes_mean)
-        self._workers = list(range(context.membership.world_size))  # Without those that were lost, not that ended.
+        self._workers = list(range(context.membership.world_size))  # Except lost workers; with those that have ended.
         self.shards = make_shards(context, settings)
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
@@ -74,13 +74,13 @@ class ShatExchange(Exchange, Joiner):
 
     def close(self) -> None:
         self._servers.close()
-        # Else not the group ends, but this rank: the others may go on, and the servers' last snapshots are due.
+        # With an optimizer, only this rank ends. The others may go on, and the servers' last snapshots are due.
         if self._context.optimizer() is None:
             self.state.retire()
 
     @property
     def is_configured(self) -> bool:
-        """Whether the servers keep the group."""
+        """True if the servers keep the group."""
         return self._servers.is_configured
 
     def goes_on_with(self, server: int) -> bool:
@@ -111,7 +111,7 @@ class ShatExchange(Exchange, Joiner):
         return self._merge(outgoing, answers)
 
     def _rate(self, rate: float) -> float:
-        """What the servers multiply a push by; with shares, those of the workers that are left add up to 1."""
+        """The factor by which the servers multiply a push. With shares, those of the remaining workers add up to 1."""
         if self._pushes_steps:
             rate = float(rate) * self._settings.share(len(self._workers))
         num_all = self._membership.world_size
@@ -130,13 +130,13 @@ class ShatExchange(Exchange, Joiner):
         )
 
         def message(shard: ShardView, is_missing: bool) -> tuple[bytes, Sequence[np.ndarray]]:
-            # What was sent is still there: it is sent again only where it has not arrived.
+            # The encoded push is kept, and sent again only to a server that has not received it.
             push.asks_again = not is_missing
             payload = payloads.join(shard.encoded) if is_missing else ()
             shard.bytes_sent += sum(array.nbytes for array in payload)
             return push.SerializeToString(), payload
 
-        # Else who waits for long would look for the cause at the server.
+        # The text of a long wait names slower workers, so that readers do not look for the cause at the server.
         waits = "" if self._settings.consistency == "async" else " (which comes when slower workers have pushed)"
         return Request(
             queue=PUSH,
@@ -155,8 +155,8 @@ class ShatExchange(Exchange, Joiner):
                 raise error(f"rank {self._membership.rank}: a parameter server has refused a push: {answer.error}")
 
     def _merge(self, outgoing: Outgoing, answers: Answers) -> Incoming:
-        """The servers' model, the weight of each, and how far the carried variables are from their means."""
-        buckets = self._packing.take(self._context.pool)  # The servers have all of it but what is beside the variables.
+        """Returns the servers' model, the weight of each, and the changes that make non-trainable state its mean."""
+        buckets = self._packing.take(self._context.pool)  # The servers fill all of it except the metadata.
         self._beside(buckets)[:] = 0
         for shard in self.shards:
             reply, payload = answers[shard.server]
@@ -199,11 +199,11 @@ class ShatExchange(Exchange, Joiner):
         """Emits the ops that give each value of a trained variable the weight of its server.
 
         Args:
-          weights: One for each server.
-          index: The variable's.
+          weights: One weight for each server.
+          index: The index of the variable.
 
         Returns:
-          A scalar, or a tensor in the shape of the variable where several servers keep it.
+          A scalar, or a tensor in the shape of the variable if several servers keep it.
         """
         spec = self._packing.specs[index]
         owners = [(shard.index, size) for shard in self.shards if (size := shard.size_of(index))]
@@ -212,7 +212,7 @@ class ShatExchange(Exchange, Joiner):
         servers, sizes = zip(*owners, strict=True)
         return tf.reshape(tf.repeat(tf.gather(weights, servers), sizes), spec.shape)
 
-    # Newcomers. A rank's step is of no matter to others.
+    # Newcomers. A rank's step does not matter to others.
 
     def begin_at(self, step: int) -> None:
         del step
@@ -237,14 +237,14 @@ class ShatExchange(Exchange, Joiner):
         }
 
     def counters(self) -> Mapping[str, float]:
-        """What went to and came from each server, and where the communication thread's time goes.
+        """The traffic with each server, the time of the communication thread, and failures of servers.
 
         Returns:
-          `communicate_seconds`, from a push to its answer; `snapshot_failures`, how often servers could not write a
-          snapshot, as far as their answers have told; `server_restarts`, how often one was started again and went on
-          from a snapshot; `pushes_lost`, how many pushes, of all workers, servers have lost thereby, as far as this one
-          knows of them; and for each server with a shard `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`, without
-          headers.
+          `communicate_seconds`: the time from a push to its answer.
+          `snapshot_failures`: the number of snapshots that servers could not write, as far as their answers have told.
+          `server_restarts`: the number of times that a server was started again and went on from a snapshot.
+          `pushes_lost`: the number of pushes, of all workers, that these restarts have lost, as far as this rank knows.
+          `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`, for each server with a shard: bytes without headers.
         """
         totals: dict[str, float] = {
             "communicate_seconds": self._communicate_seconds,
@@ -259,5 +259,5 @@ class ShatExchange(Exchange, Joiner):
 
     @property
     def latest(self) -> Iterable[tuple[int, float]]:
-        """For each shard c and alpha of the latest answer."""
+        """The values c and alpha of the latest answer, for each shard."""
         return list(self._latest.values())

@@ -1,4 +1,4 @@
-"""What a worker of SHAT pushes in a step: its gradients, or what its own optimizer has made of them."""
+"""The pushes of a SHAT worker: its gradients, or the steps that its own optimizer makes of them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.group import Group
 from hop_tf.tensors.finite import are_finite
 
-# What travels beside the variables: to the servers, the learning rate, whether gradients are applied, and where workers
-# weigh them the rows that they are of; from them, the weight alpha of each.
+# The metadata of a push: the learning rate, 1 if gradients are applied, and with batch shares the number of rows. The
+# metadata of an answer: the weight alpha of each server.
 NUM_BESIDE = 2
 
 
 def num_beside(num_servers: int, *, weighs_rows: bool) -> int:
-    """How many numbers travel beside."""
+    """The number of values in the metadata of pushes and answers."""
     return max(NUM_BESIDE + weighs_rows, num_servers)
 
 
 @dataclasses.dataclass(frozen=True)
 class PushedStep:
-    """What is known of a step before its update.
+    """The tensors of a step from before its update.
 
     Attributes:
-      before: The variables that are trained.
-      is_applied: bool scalar: whether the gradients are used.
-      gradients: Theirs, where these are pushed.
-      rate: The learning rate, where gradients are pushed.
-      outgoing: What was handed out, where gradients are pushed.
+      before: The values of the trained variables.
+      is_applied: bool scalar: True if the gradients are used.
+      gradients: The gradients, if these are pushed.
+      rate: The learning rate, if gradients are pushed.
+      outgoing: The tensors that were submitted, if gradients are pushed.
     """
 
     before: Sequence[tf.Tensor]
@@ -43,12 +43,13 @@ class PushedStep:
 
 
 class Pushes(abc.ABC):
-    """A worker's half of the training graph, up to the mixture.
+    """A worker's part of the training graph, up to the mixture.
 
     Args:
       num_servers: Number of parameter servers.
-      shares: What part of a batch each worker takes. Default: all parts are equal.
-      takes_mean: Whether servers take the mean of all workers' pushes, weighed by rows. Default False: each counts.
+      shares: The part of a batch that each worker takes. Default: all parts are equal.
+      takes_mean: True if servers take the mean of all workers' pushes, weighted by rows. Default False: servers apply
+        each push.
     """
 
     def __init__(self, num_servers: int, shares: BatchShares | None = None, *, takes_mean: bool = False):
@@ -58,11 +59,15 @@ class Pushes(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> PushedStep:
-        """Emits what comes before the optimizer's update; see `Scheme.before_update`."""
+        """Emits the ops before the optimizer's update. See `Scheme.before_update`."""
 
     @abc.abstractmethod
     def finish(self, group: Group, step: PushedStep) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:
-        """Emits what comes after it: the worker's model after its own step (Equation 2), and what was handed out."""
+        """Emits the ops after the update.
+
+        Returns:
+          The worker's model after its own step (Equation 2), and the tensors that were submitted.
+        """
 
     def _submit(
         self, group: Group, pushed: Sequence[tf.Tensor], rate: tf.Tensor, is_applied: tf.Tensor
@@ -79,7 +84,7 @@ class Pushes(abc.ABC):
 
 
 class GradientPushes(Pushes):
-    """Algorithm 1: the worker pushes its gradients, and the servers make the optimizer's step of them."""
+    """Algorithm 1: the worker pushes its gradients, and the servers make a step of the optimizer with them."""
 
     def begin(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> PushedStep:
         optimizer = group.optimizer()
@@ -88,10 +93,10 @@ class GradientPushes(Pushes):
         is_applied = tf.constant(True)
         if loss_scale(optimizer) is not None:
             is_applied = are_finite(own)
-            own = clipped(optimizer, own)  # Else they have been clipped.
+            own = clipped(optimizer, own)  # Without loss scaling they are clipped already.
         rate = learning_rate(optimizer)
         outgoing = self._submit(group, own, rate, is_applied)
-        before = [variable.read_value() for variable in group.trained]  # Weight decay was there.
+        before = [variable.read_value() for variable in group.trained]  # After weight decay.
         return PushedStep(before, is_applied, own, rate, outgoing)
 
     def finish(self, group: Group, step: PushedStep) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:
@@ -102,7 +107,7 @@ class GradientPushes(Pushes):
         descent = descent_of(optimizer, group.trained)
         if descent is None or not descent.momentum:
             return [variable.read_value() for variable in group.trained]
-        # In the long run, what a gradient does to the server's weights.
+        # The effect of a gradient on the server's weights in the long run: lr / (1 - momentum).
         rate = tf.cast(step.rate, tf.float32)
         scales = [tf.cast(rate / (1.0 - descent.momentum), before.dtype) for before in step.before]
         # Under loss scaling, weight decay comes after the exchange.
@@ -114,17 +119,17 @@ class GradientPushes(Pushes):
 
 
 class StepPushes(Pushes):
-    """The worker pushes what its own optimizer has changed, and the servers add it, divided by the number of workers.
+    """The worker pushes its own optimizer's step, and the servers add it, divided by the number of workers.
 
-    n workers then move the servers' model in the time of a step as far as synchronous training does, whatever the
-    optimizer: sums of momentum are sums of gradients. Slots stay each worker's own.
+    In the time of a step, n workers then move the servers' model as far as synchronous training does. This holds for
+    any optimizer, because sums of momentum are sums of gradients. Each worker keeps its own slots.
     """
 
     def begin(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> PushedStep:
         optimizer, before = group.optimizer(), values[: group.num_trained]
-        if loss_scale(optimizer) is not None:  # Weight decay, a part of the step, comes with the update.
+        if loss_scale(optimizer) is not None:  # Then weight decay, a part of the step, comes with the update.
             return PushedStep(before, are_finite(unscaled(optimizer, gradients)))
-        rate = learning_rate(optimizer)  # It was there already.
+        rate = learning_rate(optimizer)  # Weight decay came before: undo it to get the values before the step.
         before = [
             value / (1 - tf.cast(rate * decay, value.dtype)) if decay else value
             for value, decay in zip(before, weight_decays(optimizer, group.trained), strict=True)

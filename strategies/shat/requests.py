@@ -1,4 +1,4 @@
-"""`Request` and `Configuration`: what a worker asks parameter servers, and what it tells them to keep."""
+"""`Request` and `Configuration`: a worker's requests to parameter servers, and the state that they are to keep."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hop_tf.strategies.shat.shards import ShardView
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What some servers are asked, each of which answers.
+    """A request to some servers, each of which answers.
 
     Attributes:
-      queue: Where servers take it: CONFIGURE, PUSH or PULL of `hop_tf.strategies.shat.server.server`.
-      operation: What is awaited, for error messages.
-      message: `message(shard, is_missing)` gives header and payload; `is_missing` is False where the server may have
-        got the request before.
-      is_answer: Whether what a server has answered is about this request.
-      shards: What the servers that are asked keep.
-      sources: Ranks that servers wait for: while an answer is missing they must be there, or leave properly.
-      step: The training step, where it is of one.
-      retries: Whether to ask again where an answer takes long.
+      queue: The servers' queue: CONFIGURE, PUSH or PULL of `hop_tf.strategies.shat.server.server`.
+      operation: The awaited operation, for error messages.
+      message: `message(shard, is_missing)` returns header and payload. `is_missing` is False if the server may have the
+        request already.
+      is_answer: `is_answer(answer)` returns True if a server's answer is to this request.
+      shards: The shards of the servers that are asked.
+      sources: Ranks that the servers wait for. While an answer is missing, they must be there or have left properly.
+      step: The training step, or None if the request belongs to none.
+      retries: True to ask again if an answer takes long.
     """
 
     queue: str
@@ -39,11 +39,11 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """What a server is told to keep.
+    """The group that a server is to keep.
 
     Attributes:
-      description: What it is.
-      state: What to begin with; empty where others give that.
+      description: The description of the group.
+      state: The state to begin with. Empty if another rank gives it.
     """
 
     description: pb.Configure

@@ -1,4 +1,4 @@
-"""`Servers`: what a worker asks the parameter servers, and how it waits for their answers."""
+"""`Servers`: a worker's requests to the parameter servers, and the wait for their answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hop_tf.strategies.shat.shards import ShardView
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import Message
 
-# For each queue of requests, that of the answers, without the group, and their type.
+# For each queue of requests, the queue of answers, without the group, and the type of answers.
 _ANSWERS = {CONFIGURE: (CONFIGURED, pb.Configured), PUSH: (REPLY, pb.Reply), PULL: (PULLED, pb.Pulled)}
-# An answer that has not come for so long is asked for again, or later where answers take longer.
+# An answer that takes longer than this is asked for again. The time grows if answers take longer.
 _RETRY_SECONDS = 10.0
 
 # By server: the message and its payload.
@@ -34,19 +34,19 @@ Answers = dict[int, tuple[object, np.ndarray]]
 class Servers:
     """The servers of a group.
 
-    A server that was restarted is configured again, and then gets the request once more that is under way. Until the
-    first push is answered, a worker has all that it needs to begin anew. From then on it needs a snapshot, and is told
-    which pushes were answered: what it has applied of the others is in the snapshot, and the rest is lost.
+    A server that was restarted is configured again, and then gets the present request once more. Until the first push
+    is answered, a worker has all that the server needs to begin anew. From then on the server needs a snapshot. The
+    worker tells the server which pushes were answered. Answered pushes that are missing in the snapshot are lost.
 
     Args:
       context: Membership and name of the group.
-      shards: What each server that has something to keep does keep.
+      shards: The shard of each server that has one.
 
     Attributes:
-      shards: The same.
+      shards: The shard of each server that has one.
       session: The running session.
-      is_configured: Whether the servers keep the group.
-      num_retries: How often a request was sent again.
+      is_configured: True if the servers keep the group.
+      num_retries: The number of requests that were sent again.
     """
 
     def __init__(self, context: ExchangeContext, shards: Sequence[ShardView]):
@@ -56,14 +56,14 @@ class Servers:
         self.session = context.session
         self.is_configured = False
         self.num_retries = 0
-        # What each server was told to keep, without states once a push was answered; those that have forgotten it.
+        # The configuration of each server, without states after the first answered push.
         self._configurations: dict[int, Configuration] = {}
         self._is_new = True
-        self._restarted: set[int] = set()
-        # In the session: how many pushes were answered, and whether the servers may have heard of it from this rank.
+        self._restarted: set[int] = set()  # Servers that have forgotten their configuration.
+        # In the session: the number of answered pushes, and True if this rank has sent anything to the servers.
         self._num_answered = 0
         self._has_entered = False
-        # Of each server that has answered what it keeps: whether that came from a snapshot.
+        # For each server that has answered: True if its state came from a snapshot.
         self._is_under_way: dict[int, bool] = {}
         self._received: dict[str, Answers] = {queue: {} for queue in _ANSWERS}
         self._retry_seconds = _RETRY_SECONDS
@@ -71,14 +71,14 @@ class Servers:
             self._membership.transport.register(self._answers_to(queue), functools.partial(self._on_answer, queue))
 
     def begin_session(self, session: int) -> None:
-        """This rank is about to enter a session."""
+        """Prepares for a session that this rank is about to enter."""
         with self._membership.monitor:
             self.session, self._num_answered, self._has_entered = session, 0, False
             for shard in self.shards:
                 shard.clock = 0
 
     def close(self) -> None:
-        """Takes no more answers."""
+        """Stops taking answers."""
         for queue in _ANSWERS:
             self._membership.transport.unregister(self._answers_to(queue))
 
@@ -93,7 +93,7 @@ class Servers:
 
     @contextlib.contextmanager
     def giving_up_alone(self) -> Iterator[None]:
-        """Whoever loses a server does not end the others' training: they see for themselves whether it is there."""
+        """Lets only this rank give up if a server is lost. The other ranks find out themselves if it is there."""
         try:
             yield
         except PeerLostError:
@@ -101,32 +101,32 @@ class Servers:
             raise
 
     def name(self, server: int) -> str:
-        """How messages name a server: its index and address."""
+        """The name of a server in error messages: its index and address."""
         address = self._membership.transport.status(server).address
         return f"ps {self._membership.servers.index(server)} at {address}"
 
     # Requests.
 
     def call(self, request: Request) -> Answers:
-        """Asks all servers of a request, and takes their answers as `receive` does."""
+        """Sends a request to all its servers, and takes their answers as `receive` does."""
         for shard in request.shards:
             self.send(request, shard)
         return self.receive(request)
 
     def send(self, request: Request, shard: ShardView, is_missing: bool = True) -> None:
-        """Sends a request to a server; `is_missing` as in `Request.message`."""
+        """Sends a request to a server. For `is_missing` see `Request.message`."""
         self._has_entered = True
         header, payload = request.message(shard, is_missing)
         self._membership.send(shard.server, request.queue, header, payload, lane=BULK_LANE, step=request.step)
 
     def receive(self, request: Request) -> Answers:
-        """Takes the answers to a request that was sent; sends it again where it, or the answer, was lost.
+        """Takes the answers to a request that was sent. Sends the request again if it, or an answer, was lost.
 
         Blocks: until all servers have answered.
 
         Raises:
-          HopError: As `Membership.wait`, and where a restarted server cannot be configured again.
-          Interrupted: As there.
+          HopError: As `Membership.wait` does, or if a restarted server cannot be configured again.
+          Interrupted: As `Membership.wait` does.
         """
         monitor = self._membership.monitor
         since = monitor.now()
@@ -146,7 +146,7 @@ class Servers:
             self.num_retries += len(missing)
             has_repeated = True
             if not all(missing.values()):
-                # Where answers are only slow, one for each time that they were asked for would slow them down more.
+                # The answers may only be slow. Then each further request would slow them down more.
                 self._retry_seconds *= 2
             retry_at = monitor.now() + self._retry_seconds
         if request.retries and not has_repeated:
@@ -161,14 +161,19 @@ class Servers:
             if membership.monitor.now() >= retry_at or self._lacking(request) or self._restarted_of(request):
                 return []
             servers = [shard.server for shard in self._absent(request)]
-            # What became of one that has left, servers know better: they have what it had for them, or say so.
+            # Not ranks that have left: the servers have the state that such a rank gave, or report that it is missing.
             sources = [rank for rank in request.sources if membership.departure(rank) is None]
             return [*servers, *sources] if servers else []
 
         membership.wait(awaited, operation=request.operation, step=request.step, since=since)
 
     def _take(self, request: Request) -> tuple[Answers, dict[ShardView, bool]]:
-        """All answers; or else the servers whose answers are missing, and whether they lack the request."""
+        """Takes all answers, if they are there.
+
+        Returns:
+          All answers and nothing, or nothing and the shards whose servers' answers are missing. For each of these
+          shards, the value is True if the server lacks the request.
+        """
         with self._membership.monitor:
             received = self._received[request.queue]
             absent, lacking = self._absent(request), self._lacking(request)
@@ -183,36 +188,38 @@ class Servers:
             return {}, missing
 
     def _note_answers(self, request: Request, answers: Answers) -> None:
-        """Remembers what a server is to be told that is started again. The monitor must be held."""
+        """Records the progress that a server needs if it is started again. The monitor must be held."""
         self._num_answered = request.step + 1
         for shard in self.shards:
             reply, _ = answers[shard.server]
             shard.num_pushes, shard.clock = reply.num_pushes, reply.clock
 
     def _absent(self, request: Request) -> list[ShardView]:
-        """Servers that have not answered. The monitor must be held."""
+        """The shards of servers that have not answered. The monitor must be held."""
         received = self._received[request.queue]
         return [s for s in request.shards if s.server not in received or not request.is_answer(received[s.server][0])]
 
     def _lacking(self, request: Request) -> list[ShardView]:
-        """Servers that have answered that they have got no request. The monitor must be held."""
+        """The shards of servers that have answered that they lack the request. The monitor must be held."""
         received = self._received[request.queue]
         absent = self._absent(request)
         answered = [shard for shard in request.shards if shard not in absent]
         return [shard for shard in answered if getattr(received[shard.server][0], "is_missing", False)]
 
     def _restarted_of(self, request: Request) -> set[int]:
-        """Servers of a request that were restarted. The monitor must be held."""
+        """The servers of a request that were restarted. The monitor must be held."""
         return self._restarted & {shard.server for shard in request.shards}
 
     # Configuration, and servers that were restarted.
 
     def configure(self, configuration: Callable[[ShardView], Configuration], sources: Sequence[int]) -> Answers:
-        """Tells the servers what to keep, and takes their state; blocks and raises as `GroupState.configure`.
+        """Tells the servers the group that they are to keep, and takes their state.
+
+        Blocks and raises as `GroupState.configure` does.
 
         Args:
-          configuration: Describes it to a server.
-          sources: The other ranks that the servers have their state from.
+          configuration: `configuration(shard)` returns the configuration of a server.
+          sources: The other ranks that the servers get their state from.
         """
         with self._membership.monitor:
             self._is_new = True
@@ -241,7 +248,7 @@ class Servers:
         )
 
     def _configuration(self, shard: ShardView) -> Sequence[np.ndarray]:
-        """The payload that configures a server now."""
+        """Returns the payload that configures a server now."""
         configuration = self._configurations[shard.server]
         with self._membership.monitor:
             now = pb.Configure(session=self.session, training=shard.training)
@@ -270,7 +277,7 @@ class Servers:
         return answers
 
     def _check_snapshots(self) -> None:
-        """All servers have gone on from snapshots, or none has."""
+        """Raises HopError if some servers have gone on from snapshots and others have not."""
         with_snapshot, without = (
             [f"ps {shard.index}" for shard in self.shards if self._is_under_way.get(shard.server) is is_under_way]
             for is_under_way in (True, False)
@@ -286,7 +293,7 @@ class Servers:
         """See `Exchange.goes_on_with`."""
         shard = next((shard for shard in self.shards if shard.server == server), None)
         if shard is None or not self._configurations:
-            return True  # It keeps nothing that it could have lost.
+            return True  # The server keeps nothing that it could have lost.
         with self._membership.monitor:
             if not (self._is_new or shard.has_snapshots):
                 return False
@@ -299,29 +306,32 @@ class Servers:
         return True
 
     def _announce(self, shard: ShardView) -> None:
-        """Tells a server at once how far this rank is: it may have no request for long, and others may wait for it."""
+        """Tells a server at once how far this rank is.
+
+        This rank's next request may come late, and meanwhile other ranks may wait for this rank at the server.
+        """
         try:
             self.send(self._configure_request([shard]), shard)
         except (HopError, Interrupted) as error:  # The next request finds out, if there is one.
             logging.info("rank %d: could not configure %s: %s", self._membership.rank, self.name(shard.server), error)
 
     def resume(self) -> None:
-        """Configures servers again that were restarted; blocks and raises as `configure`."""
+        """Configures servers again that were restarted. Blocks and raises as `configure` does."""
         with self.giving_up_alone():
             self._configure_again(self._take_restarted(self.shards))
 
     def reconfigure(self, request: Request) -> list[ShardView]:
-        """Configures those servers of a request again that were restarted; blocks and raises as `configure`.
+        """Configures the servers of a request again that were restarted. Blocks and raises as `configure` does.
 
         Args:
-          request: What they are to be sent next. What they have answered to it before does not count.
+          request: The request that the servers get next. Their earlier answers to it do not count.
 
         Returns:
-          What they keep.
+          The shards of these servers.
         """
-        shards = self._take_restarted(request.shards)  # Others are for the request that this one is part of.
+        shards = self._take_restarted(request.shards)  # An outer request, if there is one, handles other servers.
         if request.queue != CONFIGURE:
-            self._configure_again(shards)  # They take no push before they have a state.
+            self._configure_again(shards)  # A server takes no push before it has a state.
         with self._membership.monitor:
             for shard in shards:
                 self._forget_answers(shard.server)
@@ -340,14 +350,18 @@ class Servers:
                 self._note_restart(shard, answers[shard.server][0])
 
     def _forget_answers(self, server: int) -> None:
-        """What it has answered before does not count. The monitor must be held."""
+        """Drops the answers of a server. The monitor must be held."""
         for received in self._received.values():
             received.pop(server, None)
 
     def _note_restart(self, shard: ShardView, answer: pb.Configured) -> None:
-        """Says what is lost where a server goes on from a snapshot."""
+        """Counts and logs the pushes that are lost when a server goes on from a snapshot.
+
+        Raises:
+          HopError: If the snapshot is older than the model that the server was given before this `fit`.
+        """
         if not answer.is_resumed:
-            return  # It has begun anew.
+            return  # The server has begun anew.
         rank, name = self._membership.rank, self.name(shard.server)
         if answer.num_assigned < shard.num_assigned:
             raise HopError(
@@ -365,17 +379,17 @@ class Servers:
         shard.num_pushes = answer.num_pushes
 
     def end_configuration(self) -> None:
-        """A push was answered: from now on, a server that is restarted has lost what it has learned since its snapshot.
+        """Records the first answer to a push. From now on, a restarted server loses all pushes since its snapshot.
 
         Raises:
-          PeerLostError: If one was restarted since that writes none.
+          PeerLostError: If a server without snapshots was restarted meanwhile.
         """
         if not self._is_new:
             return
         with self._membership.monitor:
             self._is_new = False
             self._configurations = {s: dataclasses.replace(c, state=()) for s, c in self._configurations.items()}
-            self._received[CONFIGURE] = {}  # Nobody takes one that came late: its `fit` was interrupted.
+            self._received[CONFIGURE] = {}  # Late answers to a `fit` that was interrupted are not needed.
             lost = [shard for shard in self.shards if shard.server in self._restarted and not shard.has_snapshots]
         if lost:
             raise PeerLostError(

@@ -1,4 +1,4 @@
-"""What `SHATParameterServerStrategy` was told, and Equation 4."""
+"""The settings of `SHATParameterServerStrategy`, and Equation 4."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hop_tf.strategies.shat.server.sharding import SHARDINGS
 
 _PUSHES = ("steps", "gradients")
 _RULES = ("shat", "shat_root")
-# Equation 3 has these as its ends: Hogwild, and training alone.
+# The two ends of Equation 3: Hogwild, and training alone.
 _CONSTANTS = {"asp": 1.0, "ensemble": 0.0}
 
 
@@ -25,13 +25,13 @@ def mixing_weight(c: int, n: int, rule: str = "shat", log_base: float = math.e, 
         alpha = 1 - s / log n        "shat" (Equation 4)
         alpha = 1 - s / sqrt n       "shat_root" (Section 4.1.2)          s = n / c
 
-    but at least `min_mixing`. A lone worker takes the server's model: its weight is 1. Otherwise it is `min_mixing`
-    where nobody else has pushed (c = 0, s is infinite). The paper does not tell the base of its logarithm. With 2,
-    both rules would be the same for 4 and for 16 workers, which its Table 2 excludes; with 10, alpha would be negative
-    for up to 8 workers that are equally fast.
+    but at least `min_mixing`. A lone worker takes the server's model: alpha is 1. With several workers, alpha is
+    `min_mixing` if no other worker has pushed (c = 0, s is infinite). The paper does not tell the base of its
+    logarithm. With base 2, both rules would be the same for 4 and for 16 workers, which its Table 2 excludes. With base
+    10, alpha would be negative for up to 8 workers that are equally fast.
 
     Args:
-      c: How many pushes of others the server has applied since this worker's last one, at least 0.
+      c: The number of others' pushes that the server has applied since this worker's last one, at least 0.
       n: Number of workers, at least 1.
       rule: "shat" or "shat_root".
       log_base: Base of the logarithm, above 1. Default e.
@@ -62,10 +62,10 @@ def mixing_weight(c: int, n: int, rule: str = "shat", log_base: float = math.e, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShatSettings:
-    """What `SHATParameterServerStrategy` was told; see there.
+    """The arguments of `SHATParameterServerStrategy`, checked. See there.
 
     Raises:
-      TypeError: If `codec` is something else.
+      TypeError: If `codec` is of another type.
       ValueError: If a value is out of range.
     """
 
@@ -77,7 +77,7 @@ class ShatSettings:
     min_mixing: float | None
     log_base: float
     codec: codecs.Codec
-    batch_shares: str = "None"  # For the servers, which see to it that workers agree.
+    batch_shares: str = "None"  # For the servers, which check that workers agree.
 
     def __post_init__(self):
         if isinstance(self.mixing, str):
@@ -100,18 +100,18 @@ class ShatSettings:
 
     @property
     def keeps_own_models(self) -> bool:
-        """Whether each worker keeps its model when `fit` ends."""
+        """True if each worker keeps its own model when `fit` ends."""
         return self.mixing == "ensemble" and self.consistency != "bsp"
 
     def pushes_steps_of(self, optimizer: Any) -> bool:
-        """Whether workers push what this optimizer of theirs has changed, and not gradients."""
+        """True if workers with this optimizer push its steps. Otherwise they push gradients."""
         if self.pushes is not None:
             return self.pushes == "steps"
-        # The servers' mean of all gradients is synchronous training, and they keep averages of what they have made.
+        # With "bsp", the servers' mean of gradients is synchronous training. With `use_ema`, servers keep the averages.
         return self.consistency != "bsp" and not use_ema(optimizer)
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raises ValueError where the optimizer does not go with the settings."""
+        """Raises ValueError if the optimizer does not go with the settings."""
         if self.pushes == "steps" and use_ema(optimizer):
             raise ValueError(
                 "`pushes` must be 'gradients' with `use_ema`: the servers keep the averages of weights, and make no "
@@ -119,11 +119,11 @@ class ShatSettings:
             )
 
     def share(self, n: int) -> float:
-        """The part of a worker's step that the servers add, where there are n: under "bsp" they take the mean."""
+        """The factor for a worker's step at the servers, with n workers. With "bsp" it is 1: servers take the mean."""
         return 1.0 if self.consistency == "bsp" else 1.0 / n
 
     def weight(self, c: int, n: int) -> float:
-        """Weight for a worker of n; c as in `mixing_weight`."""
+        """The weight alpha for one of n workers. For c see `mixing_weight`."""
         if self.consistency == "bsp":  # All have the same model: PS-Sync.
             return 1.0
         if not isinstance(self.mixing, str):

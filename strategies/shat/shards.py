@@ -1,4 +1,4 @@
-"""`ShardView`: a server's part of the model, as a worker of SHAT sees it; and which server has which part."""
+"""`ShardView`: a server's part of the model, as a worker of SHAT sees it. `make_shards` divides the model."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class ShardView:
 
     Args:
       index: The server's index among the servers.
-      server: Its place in the cluster.
-      context: Of the group.
-      pieces: What it keeps.
-      settings: Those of the strategy.
+      server: The server's place in the cluster.
+      context: The context of the group.
+      pieces: The pieces that the server keeps.
+      settings: The settings of the strategy.
 
     Attributes:
       packing: The shard's buckets.
-      ranges: Where they lie in the group's buckets.
-      encoded: What was pushed last.
-      bytes_sent: Of pushes.
-      bytes_received: Of answers.
-      num_snapshot_failures: Snapshots that the server could not write, as it has said last.
-      snapshot_error: Why the last one could not be written; else empty.
-      has_snapshots: Whether the server writes any, and so may die and be started again.
-      training: The server's name of the training; "" before it has told.
-      num_pushes: How many pushes of all workers it had applied when it has answered last.
-      num_assigned: How often it was given another model.
-      clock: This worker's clock there, as it has said then.
-      num_restarts: How often it was started again, and has gone on from a snapshot.
-      num_pushes_lost: Pushes that were lost thereby, of all workers, as far as this one knows of them.
+      ranges: The places of these buckets in the group's buckets.
+      encoded: The latest push, encoded; empty after its answer.
+      bytes_sent: The bytes of pushes.
+      bytes_received: The bytes of answers.
+      num_snapshot_failures: The number of snapshots that the server could not write, by its latest answer.
+      snapshot_error: The reason that the last snapshot could not be written, or empty if it could.
+      has_snapshots: True if the server writes snapshots, and so may die and be started again.
+      training: The server's name of the training; "" before the server has told it.
+      num_pushes: The number of pushes of all workers that the server had applied at its latest answer.
+      num_assigned: The number of times that the server was given another model.
+      clock: This worker's clock at the server, by the server's latest answer.
+      num_restarts: The number of times that the server was started again and went on from a snapshot.
+      num_pushes_lost: The number of pushes, of all workers, that these restarts have lost, as far as this worker knows.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ShardView:
         self.num_restarts = self.num_pushes_lost = 0
 
     def describe(self, common: pb.Configure, decay: Sequence[bool]) -> pb.Configure:
-        """What the server is to keep."""
+        """Describes the shard to its server: the common settings with the shard's pieces."""
         description = pb.Configure()
         description.CopyFrom(common)
         for piece, spec in zip(self._pieces, self.packing.specs, strict=True):
@@ -85,7 +85,7 @@ class ShardView:
         return self._place.cut(buckets)
 
     def put(self, part: Sequence[np.ndarray], buckets: list[np.ndarray]) -> None:
-        """Puts the shard's part where it belongs in buckets; one that is all of a bucket takes its place."""
+        """Writes the shard's part into buckets. A part that is a whole bucket replaces the bucket."""
         for (bucket, where), values in zip(self.ranges, part, strict=True):
             if values.size == buckets[bucket].size:
                 buckets[bucket] = values
@@ -93,21 +93,21 @@ class ShardView:
                 buckets[bucket][where] = values
 
     def encode(self, buckets: Sequence[np.ndarray], *, is_applied: bool) -> None:
-        """Makes `encoded`, which is pushed."""
+        """Encodes the shard's part of buckets into `encoded`, which is pushed."""
         self.encoded = self._encoding.encode(self.cut(buckets), is_applied=is_applied)
 
     def decode(self, payload: np.ndarray) -> list[np.ndarray]:
-        """The shard's part of the model that answers a push."""
+        """Decodes the answer to a push: the shard's part of the model."""
         return self._plain.decode(payloads.split(payload))
 
     def decode_state(self, payload: np.ndarray) -> ShardState:
-        """The state that a server has sent."""
+        """Decodes the state that a server has sent."""
         return ShardState.from_parts(payloads.split(payload), self.packing)
 
     def state_of(
         self, model: Sequence[np.ndarray], slots: Mapping[tuple[str, int | None], np.ndarray], iterations: int
     ) -> ShardState:
-        """The shard's part of a state whose slots are by variables."""
+        """Returns the shard's part of a state whose slots are keyed by variables."""
         own = {(name, None): value for (name, index), value in slots.items() if index is None}
         names = dict.fromkeys(name for name, _ in slots)
         for number, piece in enumerate(self._pieces):
@@ -119,7 +119,7 @@ class ShardView:
     def put_slots(
         self, own: Mapping[tuple[str, int | None], np.ndarray], slots: dict[tuple[str, int | None], np.ndarray]
     ) -> None:
-        """Puts the shard's slots where they belong among those of the variables."""
+        """Writes the shard's slots into the slots of the variables."""
         for (name, number), value in own.items():
             if number is None:
                 slots[name, None] = value
@@ -131,7 +131,7 @@ class ShardView:
                 slots[name, piece.index] = value
 
     def size_of(self, index: int) -> int:
-        """How many values of a variable are in the shard; they follow each other."""
+        """The number of values of a variable in the shard. They are contiguous."""
         return sum(piece.stop - piece.start for piece in self._pieces if piece.index == index)
 
     def _cuts(self, piece: Piece) -> bool:
@@ -142,7 +142,7 @@ def make_shards(context: ExchangeContext, settings: ShatSettings) -> list[ShardV
     """Divides a group's variables among the servers.
 
     Returns:
-      What each server that has something to keep does keep. The first one has what is carried.
+      The shards of the servers that have one. The first shard also has the non-trainable state.
 
     Raises:
       ValueError: If the optimizer does not go with the settings.

@@ -31,11 +31,11 @@ from hop_tf.tensors import payloads
 
 
 class GroupState:
-    """Gives the servers a worker's state, and the worker theirs.
+    """Gives a worker's state to the servers, and the servers' state to the worker.
 
     Args:
       context: The group, its membership and its variables.
-      settings: Those of the strategy.
+      settings: The settings of the strategy.
       servers: The servers.
     """
 
@@ -47,20 +47,20 @@ class GroupState:
         self._variables = GroupVariables(context, servers.shards)
         self._pushes_steps = settings.pushes_steps_of(context.optimizer())
         self._num_pulls = 0
-        # The digest of the model that is the servers', as far as this rank knows.
+        # The digest of the servers' model, as far as this rank knows.
         self._known_model = 0
 
     def configure(self, *, joins: bool) -> None:
-        """Tells the servers what to keep, and takes over their state, if that is another one than rank 0's.
+        """Tells the servers the group that they are to keep, and takes over their state.
 
         Args:
-          joins: Whether this process was started again.
+          joins: True if this process was started again.
 
-        Blocks: until the servers have rank 0's state, or that of their snapshots.
+        Blocks: until the servers have rank 0's state, or the state of their snapshots.
 
         Raises:
-          MismatchError: If another rank wants something else.
-          HopError: If a server cannot do it, or has found no snapshot where another one has.
+          MismatchError: If another rank has other settings, variables or another optimizer.
+          HopError: If a server cannot keep the group, or some servers have found snapshots and others have not.
         """
         context, optimizer, is_first = self._context, self._context.optimizer(), self._membership.rank == 0
         description = self._describe(has_state=is_first and not joins, joins=joins)
@@ -78,15 +78,16 @@ class GroupState:
 
         answers = self._servers.configure(configuration, sources=() if joins or is_first else (0,))
         states = self._take_over(answers)
-        go_on_after = shift_schedule if self._pushes_steps else set_num_updates  # The slots that belong to it are lost.
+        # If workers push steps, the slots of earlier updates are lost, so only the schedule moves on.
+        go_on_after = shift_schedule if self._pushes_steps else set_num_updates
         if joins:
             go_on_after(optimizer, max(state.num_steps for state in states))
         elif any(answer.is_under_way for answer, _ in answers.values()):
-            # Not what others have made of the session meanwhile: this rank is to make all of its steps.
+            # The count at the begin of the session: this rank is to make all steps of the session.
             go_on_after(optimizer, max(answer.num_steps_before for answer, _ in answers.values()))
 
     def _describe(self, *, has_state: bool, joins: bool) -> pb.Configure:
-        # Gradient descent with what a step has changed adds that.
+        # Gradient descent with a pushed step as the gradient applies that step.
         optimizer = keras.optimizers.SGD() if self._pushes_steps else self._context.optimizer()
         return pb.Configure(
             group=self._context.group,
@@ -99,14 +100,14 @@ class GroupState:
         )
 
     def pull(self, *, after_offers: bool = False, finalizes: bool = False) -> None:
-        """Takes over the servers' model, as the variables' constraints make it, and slots.
+        """Takes over the servers' model and slots, and applies the variables' constraints.
 
         Args:
-          after_offers: Whether to take those that the servers have when rank 0 has made its offers of the session.
-          finalizes: Whether to take the averages of weights, where the optimizer keeps these, as `fit` does at its end.
+          after_offers: True to take the state that the servers have after rank 0's offers of the session.
+          finalizes: True to replace weights by their averages, if the optimizer keeps these, as `fit` does at its end.
 
-        Blocks: until the servers have sent them; with `after_offers` also until rank 0 has called `announce_offers`, or
-          the servers know that it will not.
+        Blocks: until the servers have sent their state. With `after_offers` also until rank 0 has called
+          `announce_offers`, or the servers know that it will not.
 
         Raises:
           HopError: If a server was lost.
@@ -127,11 +128,11 @@ class GroupState:
             if answer.error:
                 raise HopError(f"rank {self._membership.rank}: {answer.error}")
         if (optimizer := self._context.optimizer()) is None:
-            return  # It was replaced, as by a new `compile`.
+            return  # The optimizer was replaced, as by a new `compile`.
         states = self._take_over(answers)
         if constrain(optimizer, self._context.trained):
             self.keep_model()
-        if finalizes and any(state.iterations for state in states):  # There are no averages before.
+        if finalizes and any(state.iterations for state in states):  # Before the first update there are no averages.
             finalize(optimizer)
 
     def _take_over(self, answers: Answers) -> list[ShardState]:
@@ -143,14 +144,14 @@ class GroupState:
         return states
 
     def offer(self) -> None:
-        """Gives the servers rank 0's model, where that was changed since it was theirs."""
+        """Gives the servers rank 0's model, if it differs from the model that they had. Only rank 0 does so."""
         if self._membership.rank != 0:
             return
         buckets = self._variables.model()
         digest = self._variables.digest(buckets)
         if digest != self._known_model:
             self._known_model = digest
-            self._servers.resume()  # Those that were started again know no group to assign to.
+            self._servers.resume()  # A server that was started again does not know the group yet.
             header = pb.Assign(group=self._context.group, session=self._servers.session).SerializeToString()
             for shard in self._servers.shards:
                 payload = payloads.join(shard.cut(buckets))
@@ -158,11 +159,11 @@ class GroupState:
                 self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
 
     def keep_model(self) -> None:
-        """What this rank's variables hold now is no model for the servers, though it is not theirs."""
+        """Makes `offer` treat this rank's present model as known, although it is not the servers'."""
         self._known_model = self._variables.digest(self._variables.model())
 
     def retire(self) -> None:
-        """Tells the servers that this rank has no use for the group any more."""
+        """Tells the servers that this rank no longer needs the group."""
         header = pb.Retire(group=self._context.group).SerializeToString()
         for shard in self._servers.shards:
             self._membership.notify(shard.server, RETIRE, header)
@@ -172,4 +173,4 @@ def announce_offers(membership: Membership) -> None:
     """Tells the servers that rank 0 has offered the models of all groups that it has changed before the session."""
     header = pb.Begin(session=membership.session).SerializeToString()
     for server in membership.servers:
-        membership.send(server, BEGIN, header, lane=BULK_LANE)  # On this lane it comes after what was assigned.
+        membership.send(server, BEGIN, header, lane=BULK_LANE)  # On this lane it arrives after the assigned models.

@@ -12,11 +12,11 @@ Learning. Applied Sciences 12(1), 2022. Algorithm 1:
      7  alpha = 1 - s / log n,  s = n / c    (Equation 4)    23  c[i] = 0
      8  w = (1 - alpha) w + alpha w_server   (Equation 3)
 
-The local step is in Equation 2; Algorithm 1 leaves it out, but without it training alone (alpha = 0) would not train.
+The local step is in Equation 2. Algorithm 1 leaves it out, but without it training alone (alpha = 0) would not train.
 With `pushes="gradients"` the server's line 21 is a step of the user's optimizer. So n workers make n full steps in the
-time of one, which neither the learning rate nor the momentum of synchronous training stands. By default a worker sends
-its own step in line 5 instead, and the server adds it, divided by n. The part of a model that a server keeps has its
-own c and alpha. What is said of the paper's Equation 4 stands at `mixing_weight`.
+time of one, which does not work with the learning rate and momentum of synchronous training. By default a worker sends
+its own step in line 5 instead, and the server adds it, divided by n. Each server's part of the model has its own c and
+alpha. For the paper's Equation 4 see `mixing_weight`.
 """
 
 from __future__ import annotations
@@ -51,65 +51,64 @@ __all__ = ["SHATParameterServerStrategy", "ShatExchange", "mixing_weight"]
 class SHATParameterServerStrategy(ExchangeStrategy):
     """Training with parameter servers: the tasks of type `ps`.
 
-    Each worker makes a step of its own optimizer, pushes it to the servers, and mixes what they answer into its model:
+    Each worker makes a step of its own optimizer, pushes it to the servers, and mixes their answers into its model:
 
         w_server = w_server - local step / n
         w        = (1 - alpha) (w - local step)  +  alpha w_server
 
     No worker waits for another one. n workers together move the servers' model as far as synchronous training does, at
-    its learning rate and momentum; n are all workers but those that were lost. Optimizer slots stay each worker's own.
+    its learning rate and momentum. n counts all workers except lost ones. Each worker keeps its own optimizer slots.
 
-    With `pushes="gradients"`, the paper's rule, a worker pushes its gradient, and the servers make a step of the user's
+    With `pushes="gradients"`, the paper's rule, a worker pushes its gradient. The servers make a step of the user's
     Keras optimizer for every push, with weight decay and `use_ema`, and with the learning rate of the worker. n workers
     then make n full steps in the time of one: take a rate that is n times smaller, or less momentum, and `mixing=1/n`
-    with momentum. Gradients are clipped and accumulated on the worker; those that loss scaling leaves out are not
-    applied. The local step is that of the worker's optimizer; where that is SGD with momentum m, it is lr / (1 - m)
+    with momentum. Gradients are clipped and accumulated on the worker. Gradients that loss scaling leaves out are not
+    applied. The local step is that of the worker's optimizer. With SGD and momentum m, the local step is lr / (1 - m)
     times the gradient. Constraints apply to the worker's model, not to the servers'.
 
-    A script that is started on a task of type `ps` serves where it makes this strategy, and ends there, with exit code
-    0, when the workers are done; so does `python -m hop_tf serve`. The others do not wait for a worker that dies. One
-    that is started again takes the servers' model (with `fit` and one optimizer). A server that writes snapshots and is
-    lost is waited for: started again within `timeout_seconds`, it goes on from the last one, and what it had learned
-    since is lost. Otherwise a server that is lost is an error on all workers. Started again together with the workers,
-    servers go on from their snapshots, too.
+    On a task of type `ps`, a script that creates this strategy serves. It exits there with code 0 when the workers are
+    done. `python -m hop_tf serve` does the same. If a worker dies, the others do not wait for it. A worker that is
+    started again takes the servers' model (with `fit` and one optimizer). If a server that writes snapshots is lost,
+    the workers wait for it. Started again within `timeout_seconds`, it goes on from the last snapshot, and later pushes
+    are lost. The loss of a server without snapshots is an error on all workers. Servers that are started again together
+    with the workers also go on from their snapshots.
 
     When `fit` ends on a rank, its model, moving statistics and (if gradients are pushed) optimizer slots become those
-    of the servers at that moment; with `mixing="ensemble"` it keeps its own model. `synchronize(model)`, which all
-    ranks call, gives all of them the servers' final model. A later `fit` begins with that. Where rank 0's model
+    of the servers at that moment. With `mixing="ensemble"` the rank keeps its own model. `synchronize(model)`, which
+    all ranks call, gives all of them the servers' final model. A later `fit` begins with that model. If rank 0's model
     was changed before a `fit`, or by a callback in `on_train_begin`, the servers and the other ranks take it.
 
     Args:
       mixing: The weight alpha of the servers' model: "shat" or "shat_root" (see `mixing_weight` in this module), "asp"
         (1), "ensemble" (0), or a number from 0 to 1. Default "shat".
-      pushes: "steps": what the worker's optimizer has changed; "gradients": see above. Default None: "gradients" with
-        `consistency="bsp"`, which is then exact, and with an optimizer that has `use_ema`; else "steps".
+      pushes: "steps": the steps of the worker's optimizer; "gradients": see above. Default None: "gradients" with
+        `consistency="bsp"`, which is then exact, and with an optimizer that has `use_ema`; otherwise "steps".
       sharding: "memory": each server keeps equally many values, and large layers are divided; "layer": equally many
         layers; "none": the first server keeps everything. Default "memory".
-      consistency: "async": no worker waits; "ssp": a worker waits if it is more than `max_staleness` pushes ahead of
-        the slowest one; "bsp": the mean of all workers' gradients is applied, then all are answered, and take that
-        model (alpha = 1): synchronous training with a parameter server, with the learning rate of the lowest rank that
-        has pushed. Default "async".
-      max_staleness: s, in pushes, at least 0. Of no matter unless `consistency` is "ssp". Default 16.
-      min_mixing: Least alpha of "shat" and "shat_root", from 0 to 1; None for 1 / n, without which two workers would
-        never hear of each other. Default None.
+      consistency: "async": no worker waits. "ssp": a worker waits if it is more than `max_staleness` pushes ahead of
+        the slowest one. "bsp": synchronous training. The servers apply the mean of all workers' gradients, with the
+        learning rate of the lowest rank that has pushed. All workers then take that model (alpha = 1). Default "async".
+      max_staleness: s, in pushes, at least 0. Used only if `consistency` is "ssp". Default 16.
+      min_mixing: The least alpha of "shat" and "shat_root", from 0 to 1. Default None: 1 / n, without which two workers
+        would never learn from each other.
       log_base: The base of the logarithm in Equation 4. Default e.
-      codec: What gradients are encoded with on their way to the servers: a `hop_tf.codecs.Codec` that is not sparse, or
-        a name ("truncate16", "int8", "sketch"). Default None.
-      snapshots: When and where servers write snapshots: a `hop_tf.SnapshotOptions`. Of no matter to workers. Default
-        None: nowhere.
-      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, such as
-        [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A push counts
-        in proportion: the servers add a step times the worker's part, in the place of 1 / n, and make a step of a
-        pushed gradient with n times the part of the learning rate; with "bsp", their means count each worker as often
+      codec: Encodes gradients on their way to the servers: a `hop_tf.codecs.Codec` that is not sparse, or a name
+        ("truncate16", "int8", "sketch"). Default None: values travel as they are.
+      snapshots: The directory and the times of the servers' snapshots: a `hop_tf.SnapshotOptions`. Workers ignore it.
+        Default None: no snapshots.
+      batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
+        as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A push
+        counts in proportion: the servers add a step times the worker's part, in place of 1 / n. They apply a pushed
+        gradient with n times the worker's part of the learning rate. With "bsp", their means count each worker as often
         as it has rows. Workers make their own steps at full size. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
-        them. Ranks may have different numbers of them. Default: all GPUs that the process sees, or one CPU.
-      cluster_resolver: Where the cluster is described. Default: `TF_CONFIG`.
+        them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
+      cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
     Raises:
       SystemExit: On a task of type `ps`, with code 0, when the workers are done.
-      TypeError: If `codec` or `snapshots` is something else.
+      TypeError: If `codec` or `snapshots` is of another type.
       ValueError: If an argument is out of range; in the first step, if the optimizer does not go with `pushes`.
       ClusterConfigError: If the cluster description is not valid, or has several workers and no `ps` task.
       HopError: If this rank's address cannot be bound.
@@ -170,14 +169,14 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         self.in_lock_step = consistency == "bsp"
         self.mixes_weights = not self.in_lock_step
         self._num_servers = len(cluster.servers)
-        self._joined_session: int | None = None  # That which this process joined after it was started again.
+        self._joined_session: int | None = None  # The session that this process joined after it was started again.
         super().__init__(
             cluster=cluster,
             devices=devices,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
             batch_shares=batch_shares,
-            identity={},  # The servers compare the settings, which they need not be given.
+            identity={},  # The servers compare the workers' settings, and need none themselves.
             neighbors=(),
             continue_without_lost=True,
             servers=cluster.servers,
@@ -186,11 +185,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     @as_own_updates()
     def synchronize(self, model: keras.Model) -> None:
-        """Gives `model` the servers' weights, equal to the bit on all ranks afterwards; so are slots that servers keep.
+        """Gives `model` the servers' weights. They and the servers' slots are then equal to the bit on all ranks.
 
         With `use_ema`, the weights are the servers' averages, as at the end of `fit`.
 
-        A collective: every rank calls it, between calls of `fit`. Floating-point weights that are not trained under
+        A collective: every rank must call it, between calls of `fit`. Floating-point weights that are not trained under
         this strategy are averaged.
 
         Args:
@@ -211,7 +210,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
                 group.exchange.state.pull(finalizes=True)
 
     def _is_current(self, group: Group) -> bool:
-        """Whether no other group has trained variables of this one since."""
+        """True if no other group has since trained variables of this group."""
         own = set(map(id, group.trained))
         return all(
             other.exchange.last_session <= group.exchange.last_session or own.isdisjoint(map(id, other.trained))
@@ -219,14 +218,16 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         )
 
     def report(self) -> dict[str, float]:
-        """Counters of this rank, as of the other strategies; `mixing_weight` and `pushes_by_others` beside.
+        """Counters of this rank, as of the other strategies, with the latest alpha and c.
 
         Returns:
-          Beside what `ExchangeStrategy.report` returns: alpha and c of the latest push, the means over all shards;
-          `communicate_seconds`, and for each server with a shard `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`;
-          `snapshot_failures`, how often servers could not write a snapshot; `server_restarts`, how often one was
-          started again and went on from a snapshot; `pushes_lost`, how many pushes that this rank knows of were lost
-          thereby.
+          The values of `ExchangeStrategy.report`, and the following.
+          `mixing_weight` and `pushes_by_others`: alpha and c of the latest push, the means over all shards.
+          `communicate_seconds`: the time from a push to its answer.
+          `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`, for each server with a shard: bytes without headers.
+          `snapshot_failures`: the number of snapshots that servers could not write.
+          `server_restarts`: the number of times that a server was started again and went on from a snapshot.
+          `pushes_lost`: the number of pushes that these restarts have lost, as far as this rank knows.
         """
         latest = [each for group in self.training.groups for each in group.exchange.latest]
         others, weight = np.mean(latest, axis=0) if latest else (0.0, 0.0)
@@ -265,14 +266,14 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         for variable, change in zip(group.carried, received[group.num_trained : -1], strict=True):
             variable.assign_add(change)
         if ema_overwrite_frequency(group.optimizer()):
-            # The servers put averages in the place of weights. The worker's optimizer does it next, to no effect.
+            # The servers have replaced weights by averages. The worker's optimizer does so next, then without effect.
             for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
                 average.assign(variable)
         return tf.constant(0, tf.int64)
 
     def break_off(self, group: Group) -> None:
         if group.exchange.sent_rounds:
-            group.exchange.state.keep_model()  # A mixture, in which what others have pushed counts in part.
+            group.exchange.state.keep_model()  # The model is a mixture that contains others' pushes in part.
 
     def begin_training(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -281,11 +282,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             return
         if self.is_chief:
             announce_offers(self.training.worker.membership)
-            if not self._settings.keeps_own_models:  # Else its model is not the servers' yet.
+            if not self._settings.keeps_own_models:  # With "ensemble", rank 0's model is not the servers' yet.
                 return
-        # Groups that have variables in common: the one that was trained last has their values.
+        # If groups have variables in common, the group that was trained last has their values.
         for group in sorted(groups, key=lambda group: group.exchange.last_session):
-            if group.exchange.is_configured:  # It is not where its first `fit` was broken off early.
+            if group.exchange.is_configured:  # Not if the group's first `fit` was aborted early.
                 group.exchange.state.pull(after_offers=True)
 
     def finish_training(self, group: Group) -> None:
@@ -298,7 +299,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
 
 def _mix(local: tf.Tensor, server: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Equation 3; the server's model to the bit where the weight is 1."""
+    """Equation 3. With weight 1 the result is the server's model, to the bit."""
     dtype = tf.float64 if local.dtype == tf.float64 else tf.float32
     weight = tf.cast(weight, dtype)
     return tf.cast((1 - weight) * tf.cast(local, dtype) + weight * tf.cast(server, dtype), local.dtype)

@@ -15,11 +15,11 @@ from hop_tf.strategies.shat.shards import ShardView
 
 
 class GroupVariables:
-    """Reads what servers are given, and assigns what they keep.
+    """Reads the state for the servers from variables and slots, and assigns the servers' state to them.
 
     Args:
       context: The group's variables, packing and buffers.
-      shards: What each server that has something to keep does keep.
+      shards: The shard of each server that has one.
     """
 
     def __init__(self, context: ExchangeContext, shards: Sequence[ShardView]):
@@ -29,13 +29,13 @@ class GroupVariables:
         self._shards = shards
 
     def model(self) -> list[np.ndarray]:
-        """All buckets, as they are."""
+        """The present values of the variables, packed into buckets, with zeros as metadata."""
         values = [variable.read_value() for variable in self._variables]
         beside = self._packing.specs[-1]
         return [np.asarray(b) for b in self._packing.pack([*values, tf.zeros(beside.shape, beside.dtype)])]
 
     def digest(self, buckets: Sequence[np.ndarray]) -> int:
-        """Tells models apart; what is carried does not count."""
+        """A checksum that tells models apart. Non-trainable state does not count."""
         digest = 0
         for shard in self._shards:
             for is_exact, values in zip(shard.packing.exact, shard.cut(buckets), strict=True):
@@ -44,15 +44,15 @@ class GroupVariables:
         return digest
 
     def slots(self) -> dict[tuple[str, int | None], np.ndarray]:
-        """What the optimizer remembers; see `hop_tf.keras_hook.optimizers.slots_of`."""
-        # Those that are made in the step that is being traced have no values yet: they begin alike anyhow.
+        """The values of the optimizer's slots. See `hop_tf.keras_hook.optimizers.slots_of`."""
+        # Slots that are created in the step being traced have no values yet. They begin alike on all ranks anyhow.
         return {key: np.asarray(slot.read_value()) for key, slot in self._slots().items() if _has_value(slot)}
 
     def write(self, states: Sequence[ShardState]) -> list[np.ndarray]:
         """Assigns the servers' state.
 
         Args:
-          states: For each shard, its part.
+          states: The state of each shard.
 
         Returns:
           The buckets of the model.
@@ -84,5 +84,5 @@ def _has_value(slot: tf.Variable) -> bool:
 
 
 def _copy_of(slot: tf.Variable) -> np.ndarray:
-    """For the servers' values, which replace all of it."""
+    """A copy of a slot, or zeros if it has no value yet. The servers' values replace all of it."""
     return slot.numpy() if _has_value(slot) else np.zeros(slot.shape, slot.dtype.as_numpy_dtype)

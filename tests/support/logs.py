@@ -1,4 +1,4 @@
-"""What tests do about logs."""
+"""Help for tests with logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from absl import logging
 
 @contextlib.contextmanager
 def logging_disabled() -> Iterator[None]:
-    """Where failures are what is tested, and would be logged by every rank: nothing is."""
+    """Disables logging, for tests of failures that every rank would log."""
     former = logging.get_verbosity()
     logging.set_verbosity(logging.FATAL)
     try:

@@ -16,13 +16,13 @@ def plain_mean(gradients: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def mesh_mean(codec: Callable[[np.ndarray], np.ndarray]) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
-    """The mean of a mesh: each value is encoded where it is computed, and the sum where it is owned.
+    """Returns the mean of a mesh: each rank encodes its values, and the owner of a part encodes the sum.
 
     Args:
-      codec: What encoding and decoding make of a vector.
+      codec: Encodes and decodes a vector.
 
     Returns:
-      Takes all ranks' gradients.
+      A function of all ranks' gradients that returns their mean.
     """
 
     def mean(gradients: Sequence[np.ndarray]) -> np.ndarray:
@@ -41,12 +41,12 @@ def mesh_mean(codec: Callable[[np.ndarray], np.ndarray]) -> Callable[[Sequence[n
 
 
 def truncate16(values: np.ndarray) -> np.ndarray:
-    """The upper half of each float32."""
+    """Keeps the upper half of each float32."""
     return (values.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64)
 
 
 def int8(values: np.ndarray) -> np.ndarray:
-    """Whole multiples of a 127th of a block's largest magnitude."""
+    """Rounds values to multiples of a 127th of their block's largest magnitude."""
     blocks = np.pad(values, (0, -values.size % _INT8_BLOCK)).reshape(-1, _INT8_BLOCK)
     scales = np.maximum(np.abs(blocks).max(1, keepdims=True), 1e-30) / 127
     return (np.rint(blocks / scales) * scales).ravel()[: values.size]
@@ -54,7 +54,7 @@ def int8(values: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Weights, and what an optimizer remembers of them."""
+    """Weights, with the slots of an optimizer."""
 
     w: np.ndarray
     m: np.ndarray
@@ -63,7 +63,7 @@ class State:
 
     @classmethod
     def of(cls, w: np.ndarray) -> State:
-        """That of weights before the first update."""
+        """The state of weights before the first update."""
         w = w.astype(np.float64)
         return cls(w, np.zeros_like(w), np.zeros_like(w))
 
@@ -108,24 +108,24 @@ def late_windows(
     mean: Callable[[Sequence[np.ndarray]], np.ndarray] = plain_mean,
     outer: Update | None = None,
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
-    """Ranks whose weights are what is merged, and their own steps that are not merged yet, at their full size.
+    """Trains ranks whose weights are the merged weights plus their own steps that are not merged yet, at full size.
 
-    A step is what the rank's own optimizer adds to the weights. So many steps of all ranks are merged at a time, by
-    their mean, and so many steps late; what is left in the end is merged then.
+    A step is the change that the rank's own optimizer adds to the weights. The mean of `interval` steps of all ranks is
+    merged at a time, `delay` steps late. The remaining steps are merged at the end.
 
     Args:
       w: The initial weights.
-      update: The ranks' optimizers.
+      update: The update of the ranks' optimizers.
       gradient: `gradient(rank, step, w)`.
       world_size: Number of ranks.
       delay: D.
       interval: p.
       num_steps: Steps of each rank.
-      mean: What becomes of all ranks' changes.
-      outer: The outer optimizer; None: the mean is added.
+      mean: The mean of all ranks' changes.
+      outer: The update of the outer optimizer. None: the mean is added.
 
     Returns:
-      Each rank's weights after each step; and what all end with.
+      Each rank's weights after each step, and the final weights of all.
     """
     merged, num_merged = State.of(w), 0
     states, steps, history = [merged] * world_size, [[] for _ in range(world_size)], []

@@ -1,4 +1,4 @@
-"""Help for tests of transports and of what runs over them: ranks, handlers, and a proxy that breaks connections."""
+"""Help for tests of transports and the layers above: ranks, handlers, and a proxy that breaks connections."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, TcpT
 from hop_tf.transport.framing import PROTOCOL_VERSION, FrameKind, encode
 from hop_tf.transport.proof import Secret, Session
 
-# Only what is broken takes that long.
+# Longer than anything takes that works.
 DEADLINE_SECONDS = 180.0
 
 
 @contextlib.contextmanager
 def reserved_addresses(count: int) -> Iterator[tuple[str, ...]]:
-    """Addresses on this machine that are free, and that no other reservation gets meanwhile."""
+    """Yields free addresses on this machine. No other reservation gets them meanwhile."""
     with PortReservation(count) as reservation:
         reservation.release()
         yield tuple(f"127.0.0.1:{port}" for port in reservation.ports)
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Waits for what no notification announces.
+    """Polls until a condition holds that no notification announces.
 
     Raises:
-      AssertionError: If it does not happen.
+      AssertionError: If the condition does not hold within `DEADLINE_SECONDS`.
     """
     deadline = time.monotonic() + DEADLINE_SECONDS
     pause = threading.Event()
@@ -42,10 +42,10 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 class Collector:
-    """A handler that keeps what it gets.
+    """A handler that keeps its messages.
 
     Attributes:
-      messages: What it has got so far.
+      messages: The messages so far.
     """
 
     def __init__(self):
@@ -58,10 +58,10 @@ class Collector:
             self._changed.notify_all()
 
     def wait(self, num_messages: int) -> list:
-        """Returns the messages once there are that many.
+        """Returns the messages when there are at least `num_messages`.
 
         Raises:
-          AssertionError: If they do not come.
+          AssertionError: If they do not come within `DEADLINE_SECONDS`.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self.messages) >= num_messages, DEADLINE_SECONDS):
@@ -92,12 +92,12 @@ class Proxy:
 
     Args:
       target: "host:port" to pass connections on to.
-      change: Called with each piece of what goes to the target; returns what to pass on instead.
-      change_back: The same, of what comes from the target.
+      change: Called with each piece of data to the target. Returns the data to pass on instead.
+      change_back: As `change`, for data from the target.
 
     Attributes:
       address: "host:port" of the proxy.
-      num_bytes: How much it has passed on.
+      num_bytes: The number of bytes that it has passed on.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Proxy:
 
     @classmethod
     def before_socket(cls, transport: TcpTransport) -> Proxy:
-        """Returns one before the plain sockets of a transport, which tells its peers the port of the proxy."""
+        """Returns a proxy before the plain sockets of a transport, which then tells its peers the proxy's port."""
         proxy = cls(f"127.0.0.1:{transport._handshake.socket_port}")
         transport._handshake.socket_port = split_address(proxy.address)[1]
         return proxy
@@ -134,7 +134,7 @@ class Proxy:
                     end.shutdown(socket.SHUT_RDWR)
 
     def pause(self) -> None:
-        """Lets nothing through any more, and keeps the connections open."""
+        """Stops all data until `resume`. The connections stay open."""
         self._flowing.clear()
 
     def resume(self) -> None:
@@ -142,7 +142,7 @@ class Proxy:
         self._flowing.set()
 
     def close(self) -> None:
-        """Ends everything."""
+        """Closes all connections, and ends all threads."""
         self._flowing.set()
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)  # Ends `accept`; `close` alone does not.
@@ -192,12 +192,12 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def make_hello(challenge: bytes, token: str | None = None, **fields) -> tuple[bytes, Session]:
-    """The frame of a hello from rank 1 to rank 0 that nobody but a test sends, and the session that it begins.
+    """Returns the frame of a hello from rank 1 to rank 0, for tests, and the session that it begins.
 
     Args:
-      challenge: What the other side has said first.
+      challenge: The challenge of the other side.
       token: The cluster token.
-      **fields: Of the `Hello` in `control.proto`, in place of those of a hello that is accepted.
+      **fields: Fields of the `Hello` in `control.proto`, in place of those of a hello that is accepted.
     """
     session = Session(Secret(token), challenge, encrypted=False)
     hello = {
@@ -214,7 +214,7 @@ def make_hello(challenge: bytes, token: str | None = None, **fields) -> tuple[by
 
 
 def parse_reply(data: bytes) -> control_pb2.HelloReply:
-    """What the answer to a hello says, whoever has signed it."""
+    """Parses the answer to a hello, without checking the signature."""
     return control_pb2.HelloReply.FromString(control_pb2.Signed.FromString(data).body)
 
 
@@ -222,15 +222,15 @@ class TransportTestMixin:
     """Makes transports for the test methods of a `TestCase`, and closes them.
 
     Attributes:
-      member: The class of transport.
-      identity: What processes tell each other in greetings.
+      member: The class of transports.
+      identity: The config fingerprint that processes compare in greetings.
     """
 
     member: type[Transport] = InProcessTransport
     identity = {"protocol": "1", "strategy": "HopStrategy", "option.max_iteration_gap": "2"}  # noqa: RUF012
 
     def make(self, num_ranks: int = 2, **arguments) -> list[Transport]:
-        """Transports that are not started; `arguments` go to their constructors."""
+        """Makes transports that are not started. `arguments` go to their constructors."""
         if self.member is InProcessTransport:
             self.network = InProcessNetwork(num_ranks)
             transports = [InProcessTransport(rank, self.network, **arguments) for rank in range(num_ranks)]
@@ -243,18 +243,18 @@ class TransportTestMixin:
         return transports
 
     def start(self, num_ranks: int = 2, **arguments) -> list[Transport]:
-        """Started transports."""
+        """Makes and starts transports."""
         transports = self.make(num_ranks, **arguments)
         for transport in transports:
             transport.start()
         return transports
 
     def addresses(self, count: int) -> tuple[str, ...]:
-        """Addresses that are free until the test ends."""
+        """Returns addresses that are free until the test ends."""
         return self.enterContext(reserved_addresses(count))
 
     def start_at(self, rank: int, addresses: tuple[str, ...], **arguments) -> Transport:
-        """A started transport between processes. It passes for a process of its own, unless told otherwise."""
+        """Starts a transport between processes. By default it acts as a new process."""
         arguments = {"identity": self.identity, "incarnation": secrets.token_hex(8), **arguments}
         transport = self.member(rank, addresses, **arguments)
         self.addCleanup(transport.close)
@@ -262,26 +262,26 @@ class TransportTestMixin:
         return transport
 
     def silence(self, transport: Transport) -> None:
-        """Makes the peers of a transport hear nothing more of it."""
+        """Makes a transport silent for its peers."""
         if self.member is InProcessTransport:
             self.network.kill(transport.rank)
         else:
             transport.close()
 
     def register(self, transport: Transport, queue: str = "queue") -> Collector:
-        """A handler that collects what comes for a queue."""
+        """Registers and returns a handler that collects the messages of a queue."""
         collector = Collector()
         transport.register(queue, collector)
         return collector
 
     def make_gate(self) -> Gate:
-        """A gate that is opened when the test ends."""
+        """Returns a gate that is opened when the test ends."""
         gate = Gate()
         self.addCleanup(gate.opened.set)
         return gate
 
     def check_works(self, sender: Transport, receiver: Transport) -> None:
-        """A message arrives."""
+        """Checks that a message arrives."""
         collector = self.register(receiver, "check")
         sender.send(receiver.rank, "check", b"hello")
         self.assertEqual(collector.wait(1)[0].header, b"hello")

@@ -1,1 +1,1 @@
-"""What `python -m hop_tf <command>` does: a module for each command."""
+"""The commands of `python -m hop_tf <command>`, a module for each."""

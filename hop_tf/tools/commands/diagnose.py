@@ -1,6 +1,6 @@
-"""`python -m hop_tf diagnose`: where the time of a job goes, in plain sentences.
+"""`python -m hop_tf diagnose`: says in plain sentences where the time of a job goes.
 
-Of its records, or, without any, of what the ranks of a running job report.
+It reads the job's records or, without records, the reports of the ranks of a running job.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Sequence
 
 from hop_tf.tools.commands import running_ranks
 
-# How often a running job is asked for whom its ranks wait.
+# Time between two requests for the ranks that a running job's ranks wait for.
 _LOOK_SECONDS = 0.25
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `hop_tf diagnose` with the arguments `argv`; returns the exit code."""
+    """Runs `hop_tf diagnose` with the arguments `argv`. Returns the exit code."""
     arguments = _parse(argv)
     try:
         lines = _of_running_job(arguments) if arguments.readers else _of_records(arguments)
@@ -82,7 +82,7 @@ def _of_running_job(arguments: argparse.Namespace) -> Sequence[str]:
 
     awaited: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     before = _read(arguments)
-    begin = now = time.monotonic()  # Ranks that do not answer take their time.
+    begin = now = time.monotonic()  # After the first look, because ranks that do not answer delay it.
     while now < begin + arguments.seconds:
         time.sleep(min(_LOOK_SECONDS, arguments.seconds))
         now, after = time.monotonic(), _read(arguments)

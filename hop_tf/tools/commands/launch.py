@@ -1,4 +1,4 @@
-"""`hop_tf launch`: starts a training script once per worker, here or on other machines, and sees the job through."""
+"""`hop_tf launch`: starts a training script once per worker, here or on other machines, and supervises the job."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from hop_tf.tools.processes.local_cluster import PortReservation, ProcessError, 
 from hop_tf.tools.processes.output import Console, OutputReader, TaskOutput
 from hop_tf.tools.processes.output_filter import OutputFilter, is_left_out
 
-# Python's exit code then.
+# Python's exit code after an uncaught exception.
 _UNCAUGHT_EXCEPTION = 1
-# How long the last lines of a process may take to be read after its end.
+# The time for reading the last lines of a process after its end.
 _OUTPUT_SECONDS = 0.5
 _NOTHING = re.compile(r"(?!)")
-# What the names of files have in between, of processes that were started again.
+# In the names of files of processes that were started again.
 _RESTARTS = ".restart*"
 
 
 def main(argv: Sequence[str], command: str = "launch") -> int:
-    """Runs `hop_tf launch` with the arguments `argv`, for `command`; returns the exit code."""
+    """Runs `hop_tf launch` with the arguments `argv`, for `command`. Returns the exit code."""
     parser = make_parser(command)
     arguments = parser.parse_args(argv)
     try:
@@ -62,7 +62,7 @@ class _Launcher:
         self._filter = OutputFilter()
         self._filtering = threading.Lock()
         self._commands: dict[Task, Command] = {}
-        # Of each task, its process and that one's output, and how former ones have ended.
+        # Each task's process, the output of that process, and the reports of its earlier processes.
         self._processes: dict[Task, Process] = {}
         self._outputs: dict[Task, TaskOutput] = {}
         self._earlier: dict[Task, list[launch_report.TaskReport]] = {task: [] for task in self._tasks}
@@ -71,7 +71,7 @@ class _Launcher:
     def run(self) -> int:
         """Runs the job. Returns the exit code.
 
-        Blocks: until all processes have ended; the user's signals, a failure and the timeout end them.
+        Blocks: until all processes have ended. The user's signals, a failure and the timeout end them.
         """
         started = time.monotonic()
         self._meter.sample()
@@ -100,7 +100,7 @@ class _Launcher:
         return report.exit_code
 
     def _make_console(self, stream: TextIO) -> Console:
-        """One with a live table, on a terminal."""
+        """Makes a console, with a live table on a terminal if `rich` is installed."""
         if not self._options.is_verbose and stream.isatty():
             with contextlib.suppress(ImportError):
                 return TableConsole(
@@ -114,7 +114,7 @@ class _Launcher:
         path = os.path.join(self._log_dir, "launch.json")
         try:
             report.write(path)
-        except OSError as error:  # A full disk says nothing about the job.
+        except OSError as error:  # A full disk does not make the job fail.
             self._say(f"cannot write {path}: {error}")
 
     def _run_processes(self, signals: list[int]) -> Supervisor:
@@ -144,7 +144,7 @@ class _Launcher:
         return supervisor
 
     def _start(self, tasks: Sequence[Task], server: ProcessServer, readers: contextlib.ExitStack) -> None:
-        """Starts a process for each task; what reads their output is closed with `readers`."""
+        """Starts a process for each task. The reader of their output is closed with `readers`."""
         self._outputs.update({task: self._open_output(task) for task in tasks})
         outputs = [self._outputs[task] for task in tasks]
         readers.callback(OutputReader(outputs, show=self._show).close)
@@ -155,7 +155,7 @@ class _Launcher:
             output.close_write_end()
 
     def _start_again(self, task: Task, server: ProcessServer, readers: contextlib.ExitStack) -> None:
-        server.remove([self._processes[task]])  # What it has left behind may hold its port.
+        server.remove([self._processes[task]])  # A stray child process may hold its port.
         self._wait_for_output(task)
         self._flush(self._outputs[task])
         self._earlier[task].append(self._report_task(task, ended_by_launcher=False))
@@ -168,13 +168,13 @@ class _Launcher:
         return report.how + (report.saying(report.last_words) if report.last_words else "")
 
     def _wait_for_output(self, task: Task) -> None:
-        """Waits for a moment until all is read that an ended process has printed."""
+        """Waits a moment until the whole output of an ended process was read."""
         self._outputs[task].wait_for(_NOTHING, _OUTPUT_SECONDS)
 
     def _make_commands(self, stack: contextlib.ExitStack) -> dict[Task, Command]:
-        """How to start each task; on this machine, ports are reserved until `stack` is closed."""
+        """Makes the commands that start the tasks. On this machine, ports are reserved until `stack` is closed."""
         options = self._options
-        # Lines are to be seen when they are printed, and a crash in native code is to tell where.
+        # So that lines appear when they are printed, and a crash in native code prints a traceback.
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         if options.hosts is not None:
             return host_commands(
@@ -193,7 +193,7 @@ class _Launcher:
         return {task: Command(argv, environment) for task, environment in environments.items()}
 
     def _file_environment(self, task: Task) -> dict[str, str]:
-        """Where a process on this machine writes what the report is about."""
+        """The variables that tell a process on this machine the paths of its files for the report."""
         if not self._options.is_local or task.type != "worker":
             return {}
         paths = {STACKS_VARIABLE: self._path(task, "stacks")}
@@ -205,17 +205,17 @@ class _Launcher:
         return TaskOutput(name=str(task), log_path=self._path(task, "log"), num_kept_lines=1)
 
     def _path(self, task: Task, suffix: str) -> str:
-        """A file of a task's process that is about to start."""
+        """The path of a file of a task's present or next process."""
         number = len(self._earlier[task])
         return os.path.join(self._log_dir, f"{task.file_stem}{f'.restart{number}' if number else ''}.{suffix}")
 
     def _paths(self, suffix: str, of: Sequence[str] = ("", _RESTARTS)) -> list[str]:
-        """Those files of all tasks' processes that are there."""
+        """The existing files of all tasks' processes with this suffix."""
         stems = [os.path.join(glob.escape(self._log_dir), task.file_stem) for task in self._tasks]
         return [path for stem in stems for each in of for path in glob.glob(f"{stem}{each}.{suffix}")]
 
     def _remove_former_files(self) -> None:
-        """Those of an earlier job with this directory that this one may not overwrite."""
+        """Removes files of an earlier job with this directory that this job might not overwrite."""
         former = (*self._paths("step_times"), *self._paths("stacks"), *self._paths("log", [_RESTARTS]))
         for path in former:
             os.remove(path)
@@ -224,7 +224,7 @@ class _Launcher:
         process, output = self._processes[task], self._outputs[task]
         return launch_report.TaskReport(
             task=task,
-            exit_code=-signal.SIGKILL if process.running else process.exit_code,  # the system is slow to end it
+            exit_code=-signal.SIGKILL if process.running else process.exit_code,  # Killed, but the system is slow.
             seconds=process.seconds,
             end_time=process.end_time,
             ended_by_launcher=ended_by_launcher,
@@ -236,7 +236,7 @@ class _Launcher:
         )
 
     def _last_words(self, output: TaskOutput, exit_code: int) -> str:
-        """The exception that ended a process, else what it has printed last."""
+        """The exception that ended a process, or otherwise the last line that it printed."""
         exception = self._filter.last_exception(output.name) if exit_code == _UNCAUGHT_EXCEPTION else None
         last = next(iter(output.lines()[-1:]), "")
         return exception or ("" if is_left_out(last) else last)
@@ -260,10 +260,10 @@ class _Launcher:
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """Collects the signals that ask this process to end, instead of following them."""
+    """Collects the signals that ask this process to end, instead of ending."""
     received: list[int] = []
     signums = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # It is ignored under nohup.
         signums.append(signal.SIGHUP)
     previous = {signum: signal.signal(signum, lambda number, _: received.append(number)) for signum in signums}
     try:

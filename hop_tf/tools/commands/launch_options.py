@@ -1,4 +1,4 @@
-"""What `hop_tf launch` is told: its options, and what they mean together."""
+"""The options of `hop_tf launch`, and the checks that they go together."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ With --num_parameters nothing is started, and all numbers are given: see hop_tf 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What to launch.
+    """The options of a job.
 
     Attributes:
       script: Path of the training script.
-      script_arguments: Its arguments.
+      script_arguments: Arguments of the script.
       num_workers: Number of workers, at least 1.
       num_ps: Number of parameter servers, which run the same script.
-      devices_per_worker: How many GPUs of its machine each worker gets; logical devices where there are none. None: its
-        part of the GPUs.
-      log_dir: Directory for logs and `launch.json`; None for a new temporary one.
-      timeout_seconds: Time after which the whole job is ended; None for no limit.
+      devices_per_worker: The number of GPUs of its machine that each worker gets, or of logical devices if there are no
+        GPUs. None: its part of the GPUs.
+      log_dir: Directory for logs and `launch.json`, or None for a new temporary one.
+      timeout_seconds: Time after which the whole job is ended, or None for no limit.
       python: The Python interpreter.
       emulation: Emulated compute, or None.
-      keep_going: Whether the other processes run on when one fails.
-      restart: How many times each process is started again after it has failed; the others run on.
-      hosts: The machines, which have `num_workers` together; None for this one.
+      keep_going: True if the other processes run on when one fails.
+      restart: The number of times that each process is started again after it has failed. The others run on.
+      hosts: The machines, which have `num_workers` together, or None for this one.
       environment: Variables to set for all processes.
-      is_verbose: Whether all that processes print is shown as it comes.
+      is_verbose: True to show the whole output of processes at once, without a table or a filter.
 
     Raises:
       ValueError: If a value is out of range, the script is missing, a slowdown names a rank that does not exist, or
@@ -113,7 +113,7 @@ class LaunchOptions:
 
     @property
     def is_local(self) -> bool:
-        """Whether all processes run on this machine."""
+        """True if all processes run on this machine."""
         return self.hosts is None or self.hosts.all_local
 
 
@@ -188,7 +188,7 @@ def make_parser(command: str) -> argparse.ArgumentParser:
 
 
 def add_plan_kinds(parser: argparse.ArgumentParser) -> None:
-    """Adds what `hop_tf plan` can print, as `plan_kind`: see `PLAN_KINDS`."""
+    """Adds the kinds of output of `hop_tf plan`, as `plan_kind`: see `PLAN_KINDS`."""
     best, everything, as_json = PLAN_KINDS
     kinds = parser.add_mutually_exclusive_group()
     add = functools.partial(kinds.add_argument, dest="plan_kind", action="store_const", default=best)
@@ -197,10 +197,10 @@ def add_plan_kinds(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(arguments: argparse.Namespace) -> LaunchOptions:
-    """The options in parsed arguments.
+    """Returns the options in parsed arguments.
 
     Raises:
-      ValueError: If they are not valid.
+      ValueError: If the options are not valid.
     """
     hosts = _read_hosts(arguments)
     num_workers = arguments.num_workers
@@ -249,7 +249,7 @@ def _read_hosts(arguments: argparse.Namespace) -> HostOptions | None:
 
 
 def _read_environment(texts: list[str]) -> dict[str, str]:
-    """Variables for all processes: those of the user, and the one that `hop_tf plan` sets."""
+    """The variables for all processes: those of the user, and the variable that `hop_tf plan` sets."""
     environment = {name: os.environ[name] for name in (PLAN_VARIABLE,) if name in os.environ}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -1,7 +1,7 @@
-"""The launcher's live table, on a terminal: how far each process is, below the lines that all of them print.
+"""The launcher's live table, on a terminal: the progress of each process, below the lines that all of them print.
 
-A progress bar of Keras rewrites its line. Of several processes, the bars would scroll each other away. So what they say
-goes into the table. Whom a rank waits for comes from its report, as in `hop_tf supervise`.
+A progress bar of Keras rewrites its line. The bars of several processes would scroll each other away, so their values
+go into the table. The ranks that a rank waits for come from its report, as in `hop_tf supervise`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hop_tf.transport.reports import ReportReader
 
 _EPOCH = re.compile(r"Epoch (\d+(?:/\d+)?)$")
-# Step, bar (with `verbose=2` none), seconds that are left or have passed, time of a step, metrics.
+# Step, bar (none with `verbose=2`), seconds that are left or have passed, time of a step, metrics.
 _STEP = re.compile(r" *(\d+/(?:\d+|Unknown)) *(?:━*|-) *\S+ (?:- )?(\d+)(s|ms|us)/step((?: - .+)?)$")
 _UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 _TITLES = ("", "epoch", "step", "steps/s", "metrics", "waits for")
@@ -33,14 +33,14 @@ _REPORT_SECONDS = 1.0
 
 @dataclasses.dataclass
 class Progress:
-    """What a process has said last of its training; texts as Keras prints them.
+    """The latest progress of a process, in texts as Keras prints them.
 
     Attributes:
-      epoch: As "2/5".
-      step: As "40/468".
-      steps_per_second: In this epoch.
-      metrics: As "accuracy: 0.9 - loss: 0.2".
-      waits_for: Names of processes.
+      epoch: The epoch, as "2/5".
+      step: The step, as "40/468".
+      steps_per_second: The rate of steps in this epoch.
+      metrics: The metrics, as "accuracy: 0.9 - loss: 0.2".
+      waits_for: The names of processes that the process waits for.
     """
 
     epoch: str = ""
@@ -50,7 +50,7 @@ class Progress:
     waits_for: Sequence[str] = ()
 
     def take(self, line: str) -> bool:
-        """Takes a line that is about progress; returns whether it was."""
+        """Takes a line if it is about progress. Returns True if it is."""
         if match := _EPOCH.match(line):
             self.epoch, self.step = match[1], ""
         elif match := _STEP.match(line):
@@ -61,7 +61,7 @@ class Progress:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Those of its row, without its name."""
+        """The cells of the process's row, except its name."""
         return self.epoch, self.step, self.steps_per_second, self.metrics, ", ".join(self.waits_for)
 
 
@@ -70,11 +70,11 @@ class TableConsole(Console):
 
     Args:
       stream: A terminal.
-      names: Of the processes.
-      unfinished: Returns the lines that processes are printing, by their names.
+      names: The names of the processes.
+      unfinished: Returns the unfinished lines of processes, by their names.
 
     Raises:
-      ImportError: If there is no `rich`.
+      ImportError: If `rich` is not installed.
     """
 
     def __init__(self, stream: TextIO, names: Iterable[str], unfinished: Callable[[], Mapping[str, str]]):
@@ -97,7 +97,7 @@ class TableConsole(Console):
             super().write(name, line, may_be_left_out=may_be_left_out)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError), self._live:  # They are logged where lines are printed.
+        with contextlib.suppress(OSError, ValueError), self._live:  # `Console._run` logs these errors.
             super()._run()
 
     def _write(self, line: str) -> None:
@@ -115,13 +115,13 @@ class TableConsole(Console):
 
 
 class WaitWatch:
-    """Asks the ranks of a job, now and then, whom they wait for. Use as a context manager.
+    """Asks the ranks of a job, now and then, which ranks they wait for. Use as a context manager.
 
-    Who does not answer, for instance without the cluster token in `HOP_TF_CLUSTER_TOKEN`, is not asked again.
+    A rank that does not answer, for instance without the cluster token in `HOP_TF_CLUSTER_TOKEN`, is not asked again.
 
     Args:
       configs: The `TF_CONFIG` of each process.
-      progress: What is known of each process, by its name.
+      progress: The progress of each process, by its name.
     """
 
     def __init__(self, configs: Mapping[Task, str], progress: Mapping[str, Progress]):
@@ -152,7 +152,7 @@ class WaitWatch:
 
     def _watch(self) -> None:
         while not self._over.wait(_REPORT_SECONDS):
-            # Who shows progress listens.
+            # A rank that shows progress listens to requests.
             for name in [name for name in self._addresses if self._progress[name].step]:
                 if not self._over.is_set() and not self._ask(name):
                     del self._addresses[name]
@@ -169,7 +169,7 @@ class WaitWatch:
         try:
             report = self._readers[name].read(_REPORT_SECONDS)
         except grpc.RpcError as error:
-            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # It is busy.
+            return error.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # Then the rank is only busy.
         except ValueError:
             return False
         num_ranks = report.get("num_ranks", math.inf)

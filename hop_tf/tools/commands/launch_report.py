@@ -1,4 +1,4 @@
-"""What the launcher reports at the end: each process, the first failure, and how busy the cores were."""
+"""The launcher's report at the end: each process, the first failure, and the use of the cores."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from hop_tf.tools.processes.local_cluster import Task
 
 TIMEOUT_EXIT_CODE = 124
 
-# Above this the emulated compute, which sleeps, is no longer what decides how long a step takes.
+# Above this the emulated compute, which sleeps, no longer determines the duration of a step.
 MAX_BUSY_PERCENT = 70.0
 
 _SAMPLE_SECONDS = 0.5
 
 
 class Outcome(enum.Enum):
-    """How a job came to its end."""
+    """The outcome of a job."""
 
-    COMPLETED = "completed"  # all workers ended with exit code 0
+    COMPLETED = "completed"  # All workers ended with exit code 0.
     FAILED = "failed"
     TIMED_OUT = "timed out"
-    INTERRUPTED = "interrupted"  # by a signal to the launcher
+    INTERRUPTED = "interrupted"  # By a signal to the launcher.
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessorUse:
-    """How busy the cores were.
+    """The use of the cores.
 
     Attributes:
-      busy_percent: Part of the time that the cores available to this process worked, for whatever program; their mean.
-      period: "steps", from the first to the last training step of any worker, or "job" where no steps were recorded.
+      busy_percent: The part of the time in which the cores available to this process worked, for any program. The mean
+        over the cores.
+      period: "steps", from the first to the last training step of any worker, or "job" if no steps were recorded.
     """
 
     busy_percent: float
@@ -47,7 +48,7 @@ class ProcessorUse:
 
 
 class ProcessorMeter:
-    """Keeps a record of the cores' accumulated times, to find out afterwards how busy they were in a period."""
+    """Records the cores' accumulated times, to find out afterwards the use of the cores in a period."""
 
     def __init__(self):
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
@@ -65,13 +66,13 @@ class ProcessorMeter:
         steps = read_step_times(step_times_paths)
         first, last = steps or (self._times[0], self._times[-1])
         end = min(len(self._times) - 1, bisect.bisect_left(self._times, last))
-        # The system's counters tick slowly: between two readings that are close together they may not move at all.
+        # The system's counters tick slowly, and may not move between two readings that are close together.
         first = min(first, self._times[end] - _SAMPLE_SECONDS)
         begin = max(0, bisect.bisect_right(self._times, first) - 1)
         busy, total = (self._busy_and_total[end][part] - self._busy_and_total[begin][part] for part in (0, 1))
         if total <= 0:
             return None
-        # The kernel's counters are not exact, and that of waiting for input may even go back.
+        # The kernel's counters are not exact, and its counter of waiting for input may even go back.
         busy_percent = min(max(100 * busy / total, 0.0), 100.0)
         return ProcessorUse(busy_percent=busy_percent, period="steps" if steps else "job")
 
@@ -88,24 +89,24 @@ class ProcessorMeter:
 
 
 def _disjoint_times(core) -> dict[str, float]:
-    """The times that add up to the whole: a guest's are part of the user's."""
+    """The times of a core that add up to the whole. The times of guests are part of the user's."""
     return {name: value for name, value in core._asdict().items() if not name.startswith("guest")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskReport:
-    """How one process ended.
+    """The end of one process.
 
     Attributes:
-      task: Which process.
-      exit_code: Its exit code, or minus the number of the signal that ended it.
-      seconds: How long it ran.
-      end_time: When it ended, on `time.monotonic`'s clock.
-      ended_by_launcher: Whether it ended only after the launcher had signalled it.
-      log_path: Its log file.
-      last_words: The exception that ended it, else the last line that it printed; one line, which may be empty.
-      stacks_path: The stacks of its threads, where it waited for others for long; else None.
-      earlier: How its former processes ended, where it was started again.
+      task: The task of the process.
+      exit_code: The exit code, or minus the number of the signal that ended the process.
+      seconds: The time for which it ran.
+      end_time: The time at which it ended, on `time.monotonic`'s clock.
+      ended_by_launcher: True if it ended only after the launcher had signalled it.
+      log_path: The path of its log file.
+      last_words: The exception that ended it, or otherwise the last line that it printed. One line, which may be empty.
+      stacks_path: The path of the stacks of its threads if it waited for others for long, or None.
+      earlier: The reports of its earlier processes, if it was started again.
       was_needed: False if it was killed, and the others have done their part without it.
     """
 
@@ -122,34 +123,34 @@ class TaskReport:
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """The end of the process, in words."""
         text = f"exit code {self.exit_code}" if self.exit_code >= 0 else _signal_name(-self.exit_code)
         if not self.was_needed:
             return f"{text} (the others have done their part)"
         return f"{text} (ended by the launcher)" if self.ended_by_launcher else text
 
     def saying(self, words: str) -> str:
-        """Appends to `how`, or to a line that ends with it, what it said last."""
-        # What is ended by a signal does not say why: its last line is no cause.
+        """The text with the last words, to append to `how`, or to a line that ends with it."""
+        # The last line before a signal is no cause of the signal.
         return f", printed last: {words}" if self.exit_code < 0 else f": {words}"
 
     @property
     def failed(self) -> bool:
-        """Whether it failed, of its own accord."""
+        """True if the process failed, and the launcher did not end it."""
         return self.exit_code != 0 and not self.ended_by_launcher and self.was_needed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobReport:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-      tasks: All tasks, each with its last process.
-      seconds: How long the job took.
-      outcome: How it came to its end.
-      signum: The signal that interrupted it, if one did.
-      emulation: The emulated compute, if any.
-      processor_use: How busy the cores were, if known.
+      tasks: The reports of all tasks, each with its last process.
+      seconds: The duration of the job.
+      outcome: The outcome of the job.
+      signum: The signal that interrupted the job, or None.
+      emulation: The emulated compute, or None.
+      processor_use: The use of the cores, or None if unknown.
     """
 
     tasks: list[TaskReport]
@@ -161,7 +162,7 @@ class JobReport:
 
     @property
     def first_failure(self) -> TaskReport | None:
-        """The process that failed first, of its own accord."""
+        """The process that failed first, except those that the launcher ended."""
         return min((task for task in self.tasks if task.failed), key=lambda task: task.end_time, default=None)
 
     @property
@@ -176,9 +177,9 @@ class JobReport:
 
     @property
     def valid(self) -> bool | None:
-        """Whether emulated compute kept its pace: not on cores that were too busy. None if their use is unknown.
+        """True if emulated compute kept its pace, or compute is real. False if the cores were too busy.
 
-        True where compute is real.
+        None if compute is emulated and the use of the cores is unknown.
         """
         if self.emulation is None:
             return True
@@ -222,7 +223,7 @@ class JobReport:
             line += f" (started again after {', '.join(each.how for each in report.earlier)})"
         if report.exit_code == 0 or not report.last_words:
             return line
-        # A process that fails because of another may well be the first to end: what each said last tells them apart.
+        # A process that fails because of another one may be the first to end. The last words tell them apart.
         same = next(task for task in self.tasks if task.exit_code != 0 and task.last_words == report.last_words)
         said = report.last_words if same is report else f"the same as {same.task}"
         return f"{line}{report.saying(said)}"

@@ -1,4 +1,4 @@
-"""Sees a job's processes through: starts failed ones again, finds out how the job ends, and ends what still runs."""
+"""Supervises a job's processes: starts failed ones again, finds the job's outcome, and ends running processes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hop_tf.tools.commands.launch_report import Outcome
 from hop_tf.tools.processes.group import Process, ProcessServer
 from hop_tf.tools.processes.local_cluster import Task
 
-# After a failure the others get this long to notice it by themselves and say so.
+# After a failure the others get this time to notice it themselves and report it.
 _REPORT_SECONDS = 5.0
-# How long a process may take to end after it was asked to.
+# The time that a process gets to end after it was asked to.
 _TERMINATION_SECONDS = 8.0
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-# Before a process is started again: doubled with each time that it was, up to the second one. It is the first one again
-# for a process that has worked for so long.
+# The pause before a process is started again. It doubles with each restart, up to the longest one. After a process has
+# worked for `_GOOD_WORK_SECONDS`, the pause is the first one again.
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _GOOD_WORK_SECONDS = 60.0
@@ -27,11 +27,11 @@ _NOBODY_LEFT = "the other workers have done their part: it would train alone"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a job is ended.
+    """The conditions under which a job is ended.
 
     Attributes:
-      timeout_seconds: Time after which the whole job is ended; None for no limit.
-      keep_going: Whether the other processes run on when one has failed for good.
+      timeout_seconds: Time after which the whole job is ended, or None for no limit.
+      keep_going: True if the other processes run on when one has failed for good.
     """
 
     timeout_seconds: float | None
@@ -41,15 +41,15 @@ class Limits:
 class Restarts:
     """Starts failed processes again.
 
-    A server that has ended by itself, as it does when all workers have ended, is started again for workers that were
-    started again since; that is no failure. Nor is it one if a worker was killed, and the others have done their part
-    without it; but for worker 0, which is the one that saves.
+    A server ends by itself when all workers have ended. It is started again for workers that were started again since.
+    That is no failure. If a worker other than worker 0, which saves, was killed, and the others have done their part
+    without it, that is no failure either.
 
     Args:
-      limit: How many times each process is started again after it has failed.
-      processes: The job's.
+      limit: The number of times that each process is started again after it has failed.
+      processes: The processes of the job.
       start: Starts a task's process again.
-      describe: How a task's process has ended, in words.
+      describe: Returns the end of a task's process, in words.
       say: Prints a line.
     """
 
@@ -66,25 +66,25 @@ class Restarts:
         self._start = start
         self._describe = describe
         self._say = say
-        self._num_failures = dict.fromkeys(processes, 0)  # Of processes that were started again since, or will be.
-        self._num_quick = dict.fromkeys(processes, 0)  # Of these, the last ones that had not worked for long.
+        self._num_failures = dict.fromkeys(processes, 0)  # Failures after which there was, or will be, a restart.
+        self._num_quick = dict.fromkeys(processes, 0)  # The latest of these failures, of processes that ran shortly.
         self._due: dict[Task, float] = {}
         self._killed: set[Task] = set()
         self._given_up: set[Task] = set()
 
     def awaits(self, task: Task) -> bool:
-        """Whether a task's process has failed and will be started again."""
+        """True if a task's process has failed and will be started again."""
         has_failed = bool(self._processes[task].exit_code)
         return has_failed and (task in self._due or not self._reason_to_give_up(task))
 
     def is_unneeded(self, task: Task) -> bool:
-        """True if a task's process has failed, and the job has not: the others are done."""
+        """True if a task's process was killed, and the job has not failed because the others are done."""
         exit_code = self._processes[task].exit_code or 0
         was_killed = exit_code < 0 or (exit_code and task in self._killed)
         return bool(self._limit and task.index and was_killed) and self._would_train_alone(task)
 
     def poll(self) -> None:
-        """Looks at all processes. To be called again and again; blocks while a process is started again."""
+        """Checks all processes. Must be called again and again. Blocks while a process is started again."""
         if not self._limit:
             return
         for task, process in self._processes.items():
@@ -120,13 +120,13 @@ class Restarts:
         self._say(f"{task} failed, and is started again in {pause_seconds:g} s, for time {number} ({how})")
 
     def _reason_to_give_up(self, task: Task) -> str:
-        """Why not to start a failed process again; "" if there is no reason."""
+        """The reason not to start a failed process again, or "" if there is none."""
         if self._num_failures[task] >= self._limit:
             return f"it was {self._limit} times"
         return _NOBODY_LEFT if self._would_train_alone(task) else ""
 
     def _would_train_alone(self, task: Task) -> bool:
-        """True if no other worker runs, and one of them is done: that one does not come back."""
+        """True if no other worker runs, and one of them is done, so that it does not come back."""
         others = [process for other, process in self._processes.items() if other.type == "worker" and other != task]
         is_done = any(process.exit_code == 0 for process in others)
         return task.type == "worker" and is_done and not any(process.running for process in others)
@@ -142,7 +142,7 @@ class Restarts:
         self._say(f"{task} failed, and is not started again, as {reason}")
 
     def _lacks(self, task: Task) -> bool:
-        """Whether a server has ended, and there are workers that were started after it."""
+        """True for a server that has ended, if a running worker was started after it."""
         if task.type != "ps":
             return False
         workers = [process for other, process in self._processes.items() if other.type == "worker" and process.running]
@@ -150,20 +150,20 @@ class Restarts:
 
 
 class Supervisor:
-    """Waits for a job's outcome, starting failed processes again meanwhile, then ends what still runs.
+    """Waits for a job's outcome, and starts failed processes again meanwhile. Then ends the running processes.
 
     Args:
-      server: Where the processes were started.
-      processes: The job's; those that are started again take the places of former ones.
-      limits: When to end them.
-      restarts: What to do about those that fail.
-      signals: The signals to this process that ask it to end, in their order; others add to it.
+      server: The server that has started the processes.
+      processes: The processes of the job. New processes of tasks replace earlier ones here.
+      limits: The conditions under which the job is ended.
+      restarts: Starts failed processes again.
+      signals: The signals to this process that ask it to end, in order. The caller adds to the list.
       say: Prints a line.
 
     Attributes:
-      outcome: How the job came to its end.
+      outcome: The outcome of the job.
       ended: The tasks that ended after the launcher had signalled them.
-      restarts: As given.
+      restarts: Starts failed processes again.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Supervisor:
         self.ended: set[Task] = set()
 
     def run(self, on_poll: Callable[[], None]) -> None:
-        """Blocks until all processes have ended; calls `on_poll` ten times a second."""
+        """Runs until all processes have ended. Calls `on_poll` ten times a second until the outcome is known."""
         while self.outcome is None:
             on_poll()
             self._server.wait_until(self._find_outcome, _POLL_SECONDS)
@@ -215,7 +215,7 @@ class Supervisor:
         return Outcome.TIMED_OUT if time.monotonic() > self._deadline else None
 
     def _ending(self) -> list[tuple[int | None, float]]:
-        """The signals to send, each with how long to wait for its effect."""
+        """The signals to send, each with the seconds to wait for its effect."""
         forced = [(signal.SIGTERM, _TERMINATION_SECONDS), (signal.SIGKILL, _KILL_SECONDS)]
         match self.outcome:
             case Outcome.INTERRUPTED:

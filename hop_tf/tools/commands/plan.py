@@ -1,8 +1,8 @@
-"""`python -m hop_tf plan`: which strategy, and which of its settings, a script, its model and its links ask for.
+"""`python -m hop_tf plan`: the best strategies and settings for a script, its model and its links.
 
-The script is started as by `hop_tf launch`. When its first `fit` has ended, the ranks measure their links and steps,
-and print, on rank 0, what the settings of `hop_tf.planning` would cost. On a cluster, setting the environment variable
-HOP_TF_PLAN=1 for every rank does the same. With `--num_parameters` nothing is started: what is measured else is given.
+The script is started as by `hop_tf launch`. When its first `fit` has ended, the ranks measure their links and steps.
+Rank 0 then prints the costs of the settings in `hop_tf.planning`. On a cluster, setting the environment variable
+HOP_TF_PLAN=1 for every rank does the same. With `--num_parameters` nothing is started, and all numbers are given.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 if TYPE_CHECKING:
     from hop_tf.tools.timing import Measurement
 
-# Any of these says that nothing is to be measured.
+# With any of these arguments, nothing is measured.
 _GIVEN = _PARAMETERS, _RATE, _LATENCY = "--num_parameters", "--bits_per_second", "--latency_seconds"
 _BYTES_PER_VALUE = 4
-_NUM_STEPS = 256  # That are drawn where slowdowns are given.
+_NUM_STEPS = 256  # The steps that are drawn if slowdowns are given.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `hop_tf plan` with the arguments `argv`, of `hop_tf launch` or given numbers; returns the exit code."""
+    """Runs `hop_tf plan`. Returns the exit code.
+
+    Args:
+      argv: The arguments, those of `hop_tf launch` or given numbers.
+    """
     from hop_tf.tools.commands import launch
 
     parser = make_parser("plan")
@@ -36,17 +40,17 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(name, action=_Find, help=argparse.SUPPRESS)
     try:
         os.environ[PLAN_VARIABLE] = parser.parse_args(argv).plan_kind
-    except _Found:  # Not among a script's own arguments, which follow its name.
+    except _Found:  # Only for an option before the script's name: the script's own arguments follow it.
         return _plan_given(argv)
     return launch.main(argv, command="plan")
 
 
 class _Found(Exception):
-    """There is such an option."""
+    """Raised if an option of `_GIVEN` is found."""
 
 
 class _Find(argparse.Action):
-    """Ends the parsing."""
+    """Ends the parsing with `_Found`."""
 
     def __call__(self, *arguments):
         raise _Found

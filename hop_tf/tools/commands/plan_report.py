@@ -1,4 +1,4 @@
-"""What `hop_tf plan` prints: what was measured, the best settings with what they would cost, and tables of all."""
+"""The output of `hop_tf plan`: the measurement, the best settings with their costs, and tables of all settings."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hop_tf.tools.diagnosis.findings import ALWAYS, SLOW_STEP
 from hop_tf.tools.planning import Prediction
 from hop_tf.tools.timing import DTSPlan, Measurement, Plan, dts, pipe_sgd
 
-# Delays and intervals of DTS that are shown beside the recommended ones: the default, and the paper's largest.
+# Delays and intervals of DTS that are shown in addition to the recommended ones: the default, and the paper's largest.
 _DELAYS = ((4, 4), (20, 12))
 _NUM_BEST = 3
-# Two durations that differ by less are told as one.
+# Of two durations that differ by less than this share, only one is printed.
 _ALIKE = 0.05
 
 
 def describe(measurement: Measurement, kind: str = PLAN_KINDS[0]) -> str:
-    """The plan as text.
+    """Returns the plan as text.
 
     Args:
-      measurement: What was measured, or is assumed.
-      kind: One of `PLAN_KINDS`: "1", the three best; "all", besides a table of all, and of further settings of Pipe-SGD
-        and DTS; "json", all in one line.
+      measurement: The links and steps, measured or assumed.
+      kind: One of `PLAN_KINDS`: "1", the three best; "all", also a table of all settings, and of further settings of
+        Pipe-SGD and DTS; "json", everything in one line.
     """
     predictions = planning.compare(measurement)
     best = planning.best(predictions, _NUM_BEST)
@@ -42,7 +42,7 @@ def describe(measurement: Measurement, kind: str = PLAN_KINDS[0]) -> str:
     return "\n".join(lines)
 
 
-# What was measured.
+# The measurement.
 
 
 def _measured(measurement: Measurement) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.1f} MB"
 
 
-# All.
+# All settings.
 
 
 def _table(predictions: Sequence[Prediction]) -> Iterator[str]:

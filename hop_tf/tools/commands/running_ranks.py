@@ -1,4 +1,4 @@
-"""The ranks of a running job, which tell their reports: what `supervise` and `diagnose` share."""
+"""Reports of the ranks of a running job. `supervise` and `diagnose` share this module."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _CALL_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what a connection to ranks takes."""
+    """Adds the arguments for connections to ranks."""
     parser.add_argument("--token", help="the cluster token; default: that in HOP_TF_CLUSTER_TOKEN, if there is one")
     for name in ("certificate_chain", "private_key", "root_certificates"):
         parser.add_argument(f"--tls_{name}", help="see CommunicationOptions")
 
 
 def make_readers(addresses: Sequence[str], arguments: argparse.Namespace) -> list[ReportReader]:
-    """Readers of the ranks at some addresses; the caller closes them. For errors see `CommunicationOptions`."""
+    """Returns readers of the ranks at some addresses. The caller must close them. Raises as `CommunicationOptions`."""
     token = arguments.token or os.environ.get("HOP_TF_CLUSTER_TOKEN")
     credentials = _credentials(arguments)
     return [ReportReader(each, token, credentials) for each in addresses]
 
 
 def read(reader: ReportReader, rank: int) -> dict[str, object]:
-    """A rank's report, or what the `problem` is."""
+    """Returns a rank's report, or its number with the `problem`."""
     try:
         return reader.read(_CALL_SECONDS)
     except grpc.RpcError as error:
@@ -40,7 +40,7 @@ def read(reader: ReportReader, rank: int) -> dict[str, object]:
 
 
 def address(text: str) -> str:
-    """`text`; raises ArgumentTypeError if it is no address: gRPC would look for something else."""
+    """Returns `text`. Raises ArgumentTypeError if it is not "host:port": gRPC would take it for something else."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"Addresses must be 'host:port', ports from 1 to 65535. Received: {text!r}.")
@@ -48,7 +48,12 @@ def address(text: str) -> str:
 
 
 def addresses_of_cluster() -> list[str]:
-    """Those in TF_CONFIG; raises ValueError if that cannot be read, ArgumentTypeError if one is no address."""
+    """The ranks' addresses in TF_CONFIG.
+
+    Raises:
+      ValueError: If TF_CONFIG cannot be read.
+      ArgumentTypeError: If an entry is not an address.
+    """
     text = os.environ.get("TF_CONFIG") or "{}"
     try:
         cluster = json.loads(text).get("cluster", {})

@@ -1,4 +1,4 @@
-"""`hop_tf serve`: serves as the parameter server that `TF_CONFIG` names, until the workers are done."""
+"""`hop_tf serve`: runs the parameter server that `TF_CONFIG` names, until the workers are done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ known to Keras here (start your script on the server instead, which imports it).
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `hop_tf serve` with the arguments `argv`; returns the exit code."""
+    """Runs `hop_tf serve` with the arguments `argv`. Returns the exit code."""
     parser = _make_parser()
     arguments = parser.parse_args(argv)
     from hop_tf.cluster import Cluster

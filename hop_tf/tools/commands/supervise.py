@@ -1,10 +1,10 @@
-"""`python -m hop_tf supervise`: what the ranks of a running job do, under any strategy.
+"""`python -m hop_tf supervise`: the progress of the ranks of a running job, under any strategy.
 
-Every rank tells its counters (`strategy.report()`) to whoever asks at its address with the cluster's token. Nothing is
-changed, and no message of the training passes through here.
+Every rank tells its counters (`strategy.report()`) to any client with the cluster's token. Nothing is changed, and no
+message of the training passes through here.
 
-How far a rank is behind is its `staleness`, where its strategy tells one: that of asynchronous Canary does. Elsewhere
-it is the largest iteration among the ranks that have answered, less the rank's own.
+The distance of a rank behind the others is its `staleness`, if its strategy has one, as asynchronous Canary does.
+Otherwise it is the largest iteration among the ranks that have answered, minus the rank's own.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hop_tf.records.events import process_name
 from hop_tf.tools.commands import running_ranks
 from hop_tf.transport.reports import ReportReader
 
-# The job has ended when no rank has answered for that long: all may be busy for a moment.
+# The job has ended when no rank has answered for this time. For a moment, all ranks may be busy.
 _END_SECONDS = 5.0
-_WIDTH = 140  # Of a table that is not shown on a terminal.
+_WIDTH = 140  # The width of a table that is not shown on a terminal.
 _LANE = "bytes_sent_on_lane_"
-# Columns: title, and how a rank's report fills it.
+# The titles of columns, and functions that fill them from a rank's report.
 _COLUMNS: tuple[tuple[str, Callable[[Mapping], str]], ...] = (
     ("rank", lambda report: _short_name(report, report["rank"])),
     ("steps", lambda report: _count(report, "steps")),
@@ -41,11 +41,11 @@ _COLUMNS: tuple[tuple[str, Callable[[Mapping], str]], ...] = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `hop_tf supervise` with the arguments `argv`; returns the exit code."""
+    """Runs `hop_tf supervise` with the arguments `argv`. Returns the exit code."""
     arguments = _parse(argv)
     try:
         return _watch(arguments.readers, arguments)
-    except (KeyboardInterrupt, BrokenPipeError):  # The latter: who has read this has seen enough.
+    except (KeyboardInterrupt, BrokenPipeError):  # A broken pipe means that the reader has seen enough.
         return 0
     finally:
         for reader in arguments.readers:
@@ -89,7 +89,7 @@ def _watch(readers: Sequence[ReportReader], arguments: argparse.Namespace) -> in
         answered = any("problem" not in report for report in reports)
         if answered:
             seen, silent_since = True, math.inf
-        else:  # A look can take long by itself, so the time begins after the first one that nobody answers.
+        else:  # A look can take long by itself, so the time begins after the first look without an answer.
             silent_since = min(silent_since, time.monotonic())
         silent_seconds = time.monotonic() - silent_since
         if seen and silent_seconds > _END_SECONDS:
@@ -107,7 +107,7 @@ def _watch(readers: Sequence[ReportReader], arguments: argparse.Namespace) -> in
 
 
 def _with_distances(reports: Sequence[Mapping]) -> list[dict[str, object]]:
-    """Adds how far each rank is `behind`; not to reports that tell of no iteration."""
+    """Adds the distance of each rank, as `behind`, to reports that have an iteration."""
     newest = max((report["iteration"] for report in reports if "iteration" in report), default=0)
     return [
         {**report, "behind": report.get("staleness", newest - report["iteration"])} if "iteration" in report else report
@@ -120,7 +120,7 @@ def _show_json(reports: Sequence[Mapping]) -> None:
 
 
 def _make_table_printer() -> Callable[[Sequence[Mapping]], None]:
-    """Draws a table, in place on a terminal; without `rich`, as plain text."""
+    """Returns a function that draws a table, in place on a terminal, or as plain text without `rich`."""
     try:
         from rich.console import Console
         from rich.live import Live
@@ -161,7 +161,7 @@ def _plain(reports: Sequence[Mapping]) -> list[str]:
 
 
 def _short_name(report: Mapping, number: int) -> str:
-    """A rank's number; the name of a parameter server."""
+    """The number of a rank, or the name of a parameter server."""
     return process_name(number, report.get("num_ranks", math.inf)).removeprefix("rank ")
 
 
@@ -170,6 +170,6 @@ def _count(report: Mapping, name: str) -> str:
 
 
 def _lanes(report: Mapping) -> list[float]:
-    """Bytes sent on each lane that arrays travel on; without lanes, those in all."""
+    """The bytes sent on each lane for arrays, or all bytes sent if there are no lanes."""
     lanes = sorted(name for name in report if name.startswith(_LANE) and name != f"{_LANE}0")
     return [report[name] for name in lanes] or [report.get("bytes_sent", 0)]

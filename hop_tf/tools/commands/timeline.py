@@ -1,4 +1,4 @@
-"""`python -m hop_tf timeline`: one trace of all ranks, from what they have recorded."""
+"""`python -m hop_tf timeline`: one trace of all ranks, from their records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hop_tf.records.timeline import to_trace
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `hop_tf timeline` with the arguments `argv`; returns the exit code."""
+    """Runs `hop_tf timeline` with the arguments `argv`. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="hop_tf timeline",
         description="Write one trace of all ranks, which https://ui.perfetto.dev and chrome://tracing open.",

@@ -1,16 +1,16 @@
-"""What the records of a job say about its speed: where the time went, who held up whom, and what to do about it.
+"""Diagnosis of a job's speed from its records: where the time went, which rank delayed which, and what to do about it.
 
-    steps        of each rank, how long the parts of its steps took
-    blame        of what ranks have waited, how much was whose
-    links        how fast messages went between two processes
-    sending      how fast processes have sent, alone and to several others at once
-    settings     what strategy has written the records
-    calls        how to write a strategy with the settings that it is to have
-    what_if      what the simulation expects of changes
-    predictions  what the timing models expect of other settings, where the job cannot be simulated
-    findings     the rules, and what they say
-    live         what can be said of a running job without records
-    page         the same with pictures, for a browser
+    steps        the durations of the parts of each rank's steps
+    blame        the causes of each rank's waits
+    links        the speed of messages between two processes
+    sending      the speed of processes that send, alone and to several others at once
+    settings     the strategy that has written the records
+    calls        the text of calls that make a strategy with given settings
+    what_if      the expected effect of changes, by simulation
+    predictions  the expected effect of other settings, by the timing models, if the job cannot be simulated
+    findings     the rules, and their results as text
+    live         the diagnosis of a running job without records
+    page         the diagnosis with pictures, for a browser
 
 `docs/see.md` shows how to read it.
 """

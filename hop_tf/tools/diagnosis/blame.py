@@ -1,8 +1,8 @@
-"""`Blame`: of what ranks have waited, how much was whose.
+"""`Blame`: the causes of the ranks' waits.
 
-A rank waits until a message comes. Up to when that was sent it waited for the sender; then for the link. If the sender
-waited itself meanwhile, for whom that one waited is asked in the same way. So all of a wait falls to what a rank did on
-its own, or to a link. (It is the critical path, followed backwards.)
+A rank waits until a message comes. Until the message was sent, the rank waited for the sender; after that, for the
+link. If the sender waited itself meanwhile, the cause of the sender's wait is found in the same way. So each part of a
+wait is caused by a rank's own work, or by a link. (This follows the critical path backwards.)
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from hop_tf.records.events import Kind
 from hop_tf.records.log import JobLog
 from hop_tf.tools.diagnosis.steps import Steps
 
-# Of the steps of a rank so many are looked at, evenly spread.
+# The most steps of a rank that are looked at, evenly spread.
 _MAX_STEPS = 400
-# Durations are kept as float32. A message comes before its handler ends the wait, and what comes later is no cause: of
-# two ranks that wait for each other, the other one's next message comes a latency later.
+# Durations are kept as float32. A message comes before its handler ends the wait, so a later message is no cause: if
+# two ranks wait for each other, the other one's next message comes a latency later.
 _TOLERANCE_SECONDS = 1e-4
 
 
 @dataclasses.dataclass
 class Blame:
-    """What a rank has waited for, in the steps that were looked at.
+    """The causes of a rank's waits, in the steps that were looked at.
 
     Attributes:
-      num_steps: How many steps these were.
-      own: Seconds by process, as a place in `JobLog.processes`: for what it did on its own.
-      links: Seconds by link, the lower end first: for what was on its way.
+      num_steps: The number of these steps.
+      own: Seconds of waiting for each process's own work. Keys are places in `JobLog.processes`.
+      links: Seconds of waiting for messages in flight on each link. Keys are the link's ends, the lower one first.
     """
 
     num_steps: int = 0
@@ -65,7 +65,7 @@ class _Walk:
         self._max_depth = 2 * len(job.processes)
 
     def follow(self, process: int, begin: float, end: float, blame: Blame, depth: int = 0) -> None:
-        """Adds what a process did in an interval, or what it waited for then, to `blame`."""
+        """Adds a process's own work in an interval, and the causes of its waits, to `blame`."""
         now = end
         place = bisect.bisect_right(self._ends[process], begin)
         for wait in self._waits[process][place:][::-1]:
@@ -85,7 +85,8 @@ class _Walk:
         place = bisect.bisect_right(self._come_at.get(key, ()), wait.end + _TOLERANCE_SECONDS) - 1
         transfer = self._come[key][place] if place >= 0 else None
         if sender is None or transfer is None or transfer.come_at < wait.begin - _TOLERANCE_SECONDS:
-            blame.own[process if sender is None else sender] += until - begin  # It has left, or is not recorded.
+            # The sender has left, or the message is not recorded.
+            blame.own[process if sender is None else sender] += until - begin
             return
         put_at = min(max(transfer.put_at, begin), until)
         blame.links[min(sender, process), max(sender, process)] += until - put_at
@@ -97,11 +98,11 @@ class _Walk:
 
 
 def find_blame(job: JobLog, steps: Mapping[int, Steps]) -> dict[int, Blame]:
-    """What the ranks have waited for.
+    """Finds the causes of the ranks' waits.
 
     Args:
       job: The records.
-      steps: By place in `JobLog.processes`, the steps of the ranks.
+      steps: The steps of the ranks, by place in `JobLog.processes`.
     """
     walk = _Walk(job)
     return {index: _blame_of(walk, index, of_rank) for index, of_rank in steps.items()}

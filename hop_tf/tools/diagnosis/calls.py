@@ -1,4 +1,4 @@
-"""Calls that make a strategy, as a program writes them: they can be pasted, and keep the settings that there are."""
+"""The text of calls that make a strategy. Users can paste them, and they keep the job's settings."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from hop_tf.runtime.choosing import AUTO
 
 
 def kept_settings(strategy: str, settings: Mapping[str, object], other: str) -> dict[str, object]:
-    """Of a strategy's settings, those that are not its defaults, and that another strategy has, too.
+    """The settings of a strategy that differ from its defaults, and that another strategy has, too.
 
     Args:
-      strategy: Its name.
-      settings: Its settings, as `read_settings` returns them.
+      strategy: Name of the strategy.
+      settings: The settings of the strategy, as `read_settings` returns them.
       other: Name of the other strategy, or the same one.
     """
-    if not hasattr(hop_tf, strategy):  # One of the user's own.
+    if not hasattr(hop_tf, strategy):  # A strategy of the user.
         return {}
     own, others = _defaults(strategy), _defaults(other)
     return {name: value for name, value in settings.items() if name in others and value != own.get(name)}
 
 
 def tell_call(strategy: str, settings: Mapping[str, object]) -> str:
-    """The call, in a program with `import hop_tf`; with `...` for a value that is known by a description only."""
+    """The call, in a program with `import hop_tf`. `...` stands for a value that is only known by a description."""
     order = list(_defaults(strategy))
     told = [f"{name}={_tell(settings[name])}" for name in sorted(settings, key=order.index)]
     return f"hop_tf.{strategy}({', '.join(told)})"
 
 
 def _defaults(strategy: str) -> dict[str, object]:
-    """By name of an argument, what is recorded where it is not given."""
+    """The values that are recorded for arguments that are not given, by name."""
     parameters = inspect.signature(getattr(hop_tf, strategy)).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     if defaults.get("codec", AUTO) != AUTO:
         defaults["codec"] = codecs.get(defaults["codec"])
-    if strategy != "HopStrategy":  # Which goes on or not, as its other settings are.
+    if strategy != "HopStrategy":  # In HopStrategy the default depends on the other settings.
         defaults["on_peer_loss"] = "raise"
     return defaults
 

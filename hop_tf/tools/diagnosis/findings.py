@@ -1,4 +1,4 @@
-"""`diagnose`: the rules, and what they say in plain sentences, each with its number."""
+"""`diagnose`: the rules, and their results in plain sentences with numbers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hop_tf.tools.diagnosis.predictions import best_plan
 from hop_tf.tools.diagnosis.steps import PARTS, Steps, steps_of
 from hop_tf.tools.diagnosis.what_if import LEAST_GAIN, OF_LINKS, Change, WhatIf
 
-# Steps of one rank differ by some 10 % (standard deviation) from each other: that is no fault, and all thresholds lie
-# above it. Means and medians of 60 such steps are off by 1 or 2 %.
+# Steps of one rank differ by some 10 % (standard deviation). That is normal, and all thresholds lie above it. Means and
+# medians of 60 such steps are off by 1 or 2 %.
 #
-# What costs less than this share of a step is no reason to change anything.
+# A loss below this share of a step is no reason to change anything.
 LEAST_SHARE = LEAST_GAIN
-# A rank is slow in every step if its median is so many times that of the others; else it is now and then.
+# A rank is slow in every step if its median is this many times that of the others. Otherwise it is slow now and then.
 ALWAYS = 1.15
-# A step is a slow one if it takes so many times what steps of the others do: by chance, one in 40,000 does.
+# A step is slow if it takes this many times as long as steps of the others. By chance, one in 40,000 does.
 SLOW_STEP = 1.5
-# A link is slow if its rate, or round trip, is so many times worse than that of good ones: flows that share a network
+# A link is slow if its rate, or round trip, is this many times worse than that of good ones. Flows that share a network
 # differ by less.
 _SLOW_LINK = 3.0
-# What a message may take longer than connections need to become fast.
+# The factor by which a message may take longer than its connection needs to become fast.
 _SPARE = 1.5
-# Shorter round trips are those of threads, not of a link.
+# Shorter round trips measure threads, not a link.
 _LEAST_ROUND_TRIP_SECONDS = 2e-3
-# The two kinds of waiting: for what others did then, and for messages that had left: communication that is not hidden.
+# The two kinds of waiting: for the work of others, and for messages that had left (communication that is not hidden).
 FOR_OTHERS, ON_ITS_WAY = "waiting for others", "waiting for what is on its way"
-# More at once would be too much to try.
+# Users would not try more at once.
 _MOST_FINDINGS = 2
-# Of ranks without records so many are named.
+# The most ranks without records that are named.
 _MOST_NAMED = 8
 _ADVICE = {
     "compute": "Give that rank less to compute (`batch_shares`) or a faster machine, or take a strategy that waits for "
@@ -57,16 +57,16 @@ _ADVICE = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that costs time.
+    """A cause of lost time.
 
     Attributes:
       kind: "compute", "input", "callbacks", "validation" or "other", of a rank; "bandwidth" or "latency" of a link; or
         "communication", of all links alike.
       where: The rank or link, as "rank 3", "rank 0 - rank 2", "all links of rank 3" or "all ranks".
-      is_always: Whether in every step; False: now and then.
+      is_always: True if the cause is there in every step. False: now and then.
       share: The share of all ranks' time that it costs.
-      step_seconds: How long a step would take if that were as it is elsewhere; nan where that is not known.
-      text: A sentence that says so, and one that says what to do.
+      step_seconds: The time of a step if the rank or link were like the others; nan if not known.
+      text: A sentence that states the cause, and one with advice.
     """
 
     kind: str
@@ -79,16 +79,16 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What the records of a job say.
+    """The diagnosis of a job.
 
     Attributes:
-      step_seconds: How long a step takes, the mean over steps and ranks.
-      findings: What costs time, the worst first. Empty: there is nothing to gain, as far as ranks have records.
-      changes: The one or two that are expected to help most, the best first. Empty where none is, or where what the job
-        does cannot be simulated.
-      facts: Where the time went, a sentence or two in a line.
-      conclusions: What costs time, and what would help; likewise.
-      shares: By name of a rank, what shares of its time were what.
+      step_seconds: The time of a step, the mean over steps and ranks.
+      findings: The causes of lost time, the worst first. Empty: there is nothing to gain, as far as ranks have records.
+      changes: The one or two changes that are expected to help most, the best first. Empty if no change helps, or the
+        job cannot be simulated.
+      facts: Sentences about where the time went, one or two in a line.
+      conclusions: Sentences about causes of lost time and changes that would help, one or two in a line.
+      shares: The shares of a rank's time, by name of the rank and name of the part.
     """
 
     step_seconds: float
@@ -100,12 +100,12 @@ class Diagnosis:
 
     @property
     def lines(self) -> list[str]:
-        """All that there is to say."""
+        """All sentences: facts, then conclusions."""
         return [*self.facts, *self.conclusions]
 
 
 def diagnose(job: JobLog) -> Diagnosis:
-    """Says where the time of a job went. What a rank did before and after restarts counts together.
+    """Diagnoses a job from its records. Steps of a rank before and after restarts count together.
 
     Raises:
       ValueError: If too few steps are recorded.
@@ -162,12 +162,12 @@ class _Job:
         return f"There is nothing to gain: {told}{'' if is_uneven else ', alike on all ranks'}."
 
     def _missing(self) -> list[str]:
-        """Ranks of the job that the records say nothing of, or too little."""
+        """The ranks of the job without records, or with too few recorded steps."""
         num_ranks = int(self._job.processes[0].about["num_ranks"])
         known = {self._job.processes[index].number for index in self._steps}
         return [process_name(number, num_ranks) for number in range(num_ranks) if number not in known]
 
-    # Where the time went.
+    # Shares of time.
 
     def _summary(self) -> Iterator[str]:
         yield f"A step takes {duration(self._step_seconds)}, the mean of {self._num_steps()} recorded steps."
@@ -190,7 +190,7 @@ class _Job:
             )
 
     def _shares(self, index: int) -> dict[str, float]:
-        """What share of a rank's time its own parts are, and the two kinds of waiting."""
+        """The shares of a rank's time: the parts of its own work, and the two kinds of waiting."""
         steps = self._steps[index]
         total = float(np.sum(steps.seconds))
         waited = float(np.sum(steps.result)) / total
@@ -203,7 +203,7 @@ class _Job:
         return sum(blame.links.values()) / blame.num_steps / self._seconds[index]
 
     def _for_what(self, index: int, waited: float) -> str:
-        """For whom a rank waits most, and how long for what is on its way: communication that is not hidden."""
+        """Names the process that a rank waits for most, and its wait for messages in flight (not hidden)."""
         blame, seconds = self._blame[index], self._seconds[index]
         shares = {cause: each / blame.num_steps / seconds for cause, each in blame.own.items() if cause != index}
         on_its_way = self._on_its_way(index)
@@ -230,7 +230,7 @@ class _Job:
         num_sent = 0
         for index in self._steps:
             process = self._job.processes[index]
-            num_sent += np.count_nonzero(process.of_kind(Kind.SEND)["lane"])  # Arrays do not travel on lane 0.
+            num_sent += np.count_nonzero(process.of_kind(Kind.SEND)["lane"])  # Lane 0 carries no arrays.
             for event in process.of_kind(Kind.OUTCOME):
                 counts[process.text(event)] += int(event["number"])
         if counts["skipped"]:
@@ -241,7 +241,7 @@ class _Job:
                 share = counts[name] / max(1, num_sent + (counts[name] if name == "dropped" else 0))
                 yield f"{counts[name]} updates {what}: {share:.1%} of those that were to be sent."
 
-    # What costs time.
+    # Causes of lost time.
 
     def _slow_ranks(self) -> Iterator[Finding]:
         own = {index: float(np.mean(each.own)) for index, each in self._steps.items()}
@@ -282,7 +282,7 @@ class _Job:
         return Finding(kind, name, is_always, share, expected, text)
 
     def _without_slowness(self, index: int) -> float:
-        """A step if a rank were like the others; without simulation, if all wait for each other, as the slowest takes:
+        """The time of a step if a rank were like the others. Without simulation, if all ranks wait for each other:
 
         mean over steps k of  max over ranks r of own(r, k)  +  mean of  min over r of result(r, k)
         """
@@ -294,19 +294,19 @@ class _Job:
         own, result = common
         place = list(self._steps).index(index)
         others = np.delete(own, place, axis=0)
-        # Like the others: what one of them, taken in turn, has done in that step.
+        # "Like the others" is the time of another rank, taken in turn, in that step.
         like = others[np.arange(others.shape[1]) % len(others), np.arange(others.shape[1])]
         slowest = np.maximum(others.max(axis=0), like)
         return float(np.mean(slowest) + np.mean(result.min(axis=0)))
 
     def _slow_links(self) -> Iterator[Finding]:
-        # What most links, or those between others where all of a rank are slow, are like.
+        # The usual values are those of most links. If all links of a rank are slow, those between the others.
         usual = _quantile([each.bytes_per_second for each in self._links.values()], 75, "higher")
         round_trip = _quantile([each.round_trip_seconds for each in self._links.values()], 25, "lower")
         least = max(_SLOW_LINK * round_trip, _LEAST_ROUND_TRIP_SECONDS)
         long = [each for each in self._links.values() if each.round_trip_seconds > least]
         narrow = [each for each in self._links.values() if each.bytes_per_second * _SLOW_LINK < usual]
-        # Over a long link, connections take their time until they are fast: that is no want of bandwidth.
+        # Over a long link, connections take time until they are fast. That is no lack of bandwidth.
         narrow = [
             each
             for each in narrow
@@ -327,7 +327,7 @@ class _Job:
             yield self._slow_link("latency", links, what, longest / round_trip, advice, round_trip_seconds=round_trip)
 
     def _by_process(self, slow: Sequence[Link]) -> Iterator[Sequence[Link]]:
-        """Slow links by their cause: all of a process together, whose machine may have one, and others one by one."""
+        """Groups slow links by their cause: all links of a process, because of its machine, or single links."""
         left = list(slow)
         for index in range(len(self._job.processes)):
             of_process = [link for ends, link in self._links.items() if index in ends]
@@ -339,7 +339,8 @@ class _Job:
     def _slow_link(
         self, kind: str, links: Sequence[Link], what: str, factor: float, advice: str, **others: float
     ) -> Finding:
-        # Others wait for the ranks at its ends, which begin their steps later: it costs what those wait for it.
+        # Other ranks wait for the ranks at the link's ends, which begin their steps later. So the cost is the wait of
+        # the rank that waits for the link most.
         share = max(sum(self._share_of_link(each.ends, index) for each in links) for index in self._blame)
         expected = self._what_if.with_links(links, **others) if share >= LEAST_SHARE else math.nan
         at_most = ""
@@ -359,7 +360,7 @@ class _Job:
         return f"all links of {self._name(common)}"
 
     def _communication(self) -> Iterator[Finding]:
-        """What is on its way where all links are alike."""
+        """The finding for messages in flight, if all links are alike."""
         shares = [sum(self._share_of_link(ends, index) for ends in self._links) for index in self._blame]
         share = float(np.mean(shares))
         text = (
@@ -370,7 +371,7 @@ class _Job:
         yield Finding("communication", "all ranks", True, share, self._step_seconds * (1 - share), text)
 
     def _tell_change(self, change: Change) -> str:
-        """One sentence."""
+        """Describes a change in one sentence."""
         skips = [settings.get("skip") is not None for settings in (self._what_if.settings, change.settings)]
         skipping = "; the slow rank then passes over steps" if skips == [False, True] else ""
         return (
@@ -379,7 +380,7 @@ class _Job:
         )
 
     def _without_simulation(self, findings: Sequence[Finding]) -> Iterator[str]:
-        """What there is to say where no change was found."""
+        """The sentences if no change was found."""
         if self._what_if.problem:
             yield f"What changes would bring is not simulated: {self._what_if.problem}."
         if any(each.kind in OF_LINKS for each in findings):
@@ -412,7 +413,7 @@ class _Job:
 
 
 def _common(steps: Mapping[int, Steps]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Own and waiting seconds, [ranks, steps], of the common steps; None where ranks do not keep the same pace."""
+    """Own and waiting seconds, [ranks, steps], of the common steps. Returns None if ranks are not equally fast."""
     tables = [{tuple(key): place for place, key in enumerate(each.keys.tolist())} for each in steps.values()]
     keys = sorted(set(tables[0]).intersection(*tables[1:]))
     means = [float(np.mean(each.seconds)) for each in steps.values()]
@@ -430,13 +431,13 @@ def _quantile(values: Sequence[float], percent: float, method: str) -> float:
 
 
 def duration(seconds: float) -> str:
-    """As people write it."""
+    """Formats a duration for people, such as "12.3 ms"."""
     if 0 < seconds < 1e-3:
         return f"{seconds * 1e6:.3g} us"
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def rate(bytes_per_second: float) -> str:
-    """As people write it."""
+    """Formats a rate for people, such as "940 Mbit/s"."""
     bits = bytes_per_second * 8
     return f"{bits * 1e-9:.3g} Gbit/s" if bits >= 1e9 else f"{bits * 1e-6:.3g} Mbit/s"

@@ -1,4 +1,4 @@
-"""`Link`: how fast messages went from one process to another one."""
+"""`Link`: the speed of messages between two processes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import numpy as np
 
 from hop_tf.records.log import JobLog, Transfer
 
-# What a message of so many bytes takes says how long the way is; of so many, how wide.
+# Messages up to the first size measure the latency, those from the second size on the bandwidth.
 _SMALL_BYTES = 4 << 10
 LARGE_BYTES = 64 << 10
-# Threads may be late: the way is as long as the fastest tenth of the messages say.
+# Threads may be late, so the fastest tenth of the messages tell the latency.
 _FAST_PERCENT = 10
 
 
-# What a TCP connection that was idle sends at once; with each round trip it doubles.
+# A TCP connection that was idle sends this much at once, and twice as much after each round trip.
 _FIRST_WINDOW_BYTES = 14_600
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The way between two processes, both directions.
+    """The link between two processes, both directions.
 
     Attributes:
-      ends: Their places in `JobLog.processes`.
-      round_trip_seconds: Of a small message there and one back, or of a heartbeat; nan where none went.
-      message_bytes: Mean length of large messages, in the slower direction; nan where none went.
-      message_seconds: How long one took.
+      ends: The places of the processes in `JobLog.processes`.
+      round_trip_seconds: The time of a small message there and one back, or of a heartbeat; nan if there was none.
+      message_bytes: The mean length of large messages, in the slower direction; nan if there was none.
+      message_seconds: The mean time of these messages.
     """
 
     ends: tuple[int, int]
@@ -40,12 +40,12 @@ class Link:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of large messages; nan where none went."""
+        """The rate of large messages; nan if there was none."""
         return self.message_bytes / self.message_seconds
 
     @property
     def start_seconds(self) -> float:
-        """How long a connection takes until it has as much under way as a large message, if the link carries all."""
+        """The time until a connection has a large message's bytes in flight, if the link is no limit."""
         return self.round_trip_seconds * math.log2(1 + self.message_bytes / _FIRST_WINDOW_BYTES)
 
 
@@ -65,9 +65,9 @@ def measure_links(job: JobLog) -> dict[tuple[int, int], Link]:
 
 
 def latencies(job: JobLog) -> dict[tuple[int, int], float]:
-    """How long small messages take, by sender and receiver; where none went, it is left out.
+    """The times of small messages, by sender and receiver. Pairs without small messages are left out.
 
-    Clocks may be apart, which is gone in a round trip, and in the difference to what other messages take there.
+    Clocks may differ. The difference cancels in a round trip, and in comparison with other messages on the same way.
     """
     seconds = {
         way: [each.come_at - each.sent_at for each in transfers if each.num_bytes <= _SMALL_BYTES]
@@ -85,7 +85,7 @@ def _ways(job: JobLog) -> Mapping[tuple[int, int], Sequence[Transfer]]:
 
 
 def _heartbeats(job: JobLog) -> dict[tuple[int, int], float]:
-    """The shortest round trips of heartbeats, which wait behind no other message, by ends."""
+    """The shortest round trips of heartbeats, by ends. Heartbeats do not wait behind other messages."""
     place = {process.number: index for index, process in enumerate(job.processes)}
     shortest: dict[tuple[int, int], float] = {}
     for index, process in enumerate(job.processes):
@@ -97,9 +97,9 @@ def _heartbeats(job: JobLog) -> dict[tuple[int, int], float]:
 
 
 def _large_message(transfers: Sequence[Transfer], latency: float) -> tuple[float, float] | None:
-    """Length and seconds of a large message, in the mean; None where none went.
+    """The mean length and seconds of a large message. Returns None if there was none.
 
-    A lane carries one after the other, so that one may have waited for the one before it:
+    A lane carries messages one after the other, so a message may have waited for the previous one:
 
         seconds of message i  =  come(i) - max(sent(i) + latency, come(i - 1))
     """

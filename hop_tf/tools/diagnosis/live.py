@@ -1,6 +1,6 @@
-"""What the reports of a running job say of its speed: less than its records, and without any.
+"""Diagnosis of a running job's speed from its reports. It tells less than records, and needs none.
 
-Each rank counts its steps and how long they have waited. Two looks, some time apart, tell what it did in between.
+Each rank counts its steps and their waiting time. Two reports, some time apart, tell what the rank did in between.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MISSING = (
     "Links, input, callbacks and what a change would bring need records: CommunicationOptions(log_dir=...), and then "
     "`hop_tf diagnose LOG_DIR`, also while the job runs."
 )
-# Counters of reports, and what they are counted in.
+# Counters of reports, and their texts.
 _OUTCOMES = {
     "late_updates": "updates came too late",
     "withheld_updates": "updates were not sent, as too late",
@@ -32,15 +32,15 @@ _OUTCOMES = {
 def diagnose_reports(
     before: Sequence[Mapping], after: Sequence[Mapping], seconds: float, awaited: Mapping[int, collections.Counter]
 ) -> list[str]:
-    """Says where the time of a running job goes, a sentence or two in a line.
+    """Says where the time of a running job goes. Each line has a sentence or two.
 
     Args:
-      before: The reports of ranks and parameter servers; those that have not answered have a `problem`.
-      after: The same, later.
-      seconds: How much later.
-      awaited: By rank, how often it was seen to wait for which others meanwhile.
+      before: The reports of ranks and parameter servers. Reports of processes that did not answer have a `problem`.
+      after: Later reports of the same processes.
+      seconds: The time between the two.
+      awaited: By rank, the number of times that it was seen to wait for each other one meanwhile.
     """
-    # Who does not answer does not say whether it is a rank.
+    # A process that does not answer does not tell that it is a rank or a server.
     num_ranks = max((int(each["num_ranks"]) for each in after if "num_ranks" in each), default=math.inf)
     pairs = [(one, other) for one, other in zip(before, after, strict=True) if not {"problem"} & (one.keys() | other)]
     silent = [other for other in after if "problem" in other]
@@ -61,19 +61,19 @@ def diagnose_reports(
 
 
 class _Process:
-    """What a rank, or a parameter server, did between two reports.
+    """The work of a rank, or a parameter server, between two reports.
 
     Attributes:
-      number: Its place in the cluster: ranks, then parameter servers.
-      name: How people call it.
-      name_of: How they call another one, by its place.
-      is_server: Whether it is a parameter server.
-      num_steps: Steps made.
-      step_seconds: How long one took; infinity without any.
-      own: How long of that it did not wait, in the mean.
-      usual: The same, the median of its latest steps.
-      waited: Share of the time.
-      bytes_per_second: Sent.
+      number: The place in the cluster: ranks, then parameter servers.
+      name: The name for people.
+      name_of: `name_of(number)` is the name of another process.
+      is_server: True if the process is a parameter server.
+      num_steps: The number of steps made.
+      step_seconds: The mean time of a step; infinity if there was none.
+      own: The mean time of a step without waits.
+      usual: The median time without waits, of the rank's latest steps.
+      waited: The share of the time that was spent waiting.
+      bytes_per_second: The rate of sent bytes.
     """
 
     def __init__(self, before: Mapping, after: Mapping, seconds: float, num_ranks: float):
@@ -115,7 +115,7 @@ def _standing_still(ranks: Sequence[_Process], seconds: float, awaited: Mapping)
 
 
 def _slow_ranks(ranks: Sequence[_Process]) -> Iterator[str]:
-    """The rank that takes longest on its own, by the same thresholds as for records."""
+    """Names the rank that takes longest on its own, by the same thresholds as for records."""
     if len(ranks) < 2:
         return
     slowest = max(ranks, key=lambda rank: rank.own)

@@ -1,4 +1,4 @@
-"""`make_page`: a diagnosis with pictures, as one HTML page that needs nothing else: no script, and no network."""
+"""`make_page`: a diagnosis with pictures, as one HTML page without scripts. It needs no network."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hop_tf.tools.diagnosis.findings import Diagnosis, duration, rate
 from hop_tf.tools.diagnosis.links import Link, measure_links
 from hop_tf.tools.diagnosis.steps import steps_of
 
-# Lines have so many points at most; of steps that fall together the slowest one is shown.
+# The most points of a line. The slowest of the steps that share a point is shown.
 _MOST_POINTS = 300
 _NUM_COLORS = 8
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 230, 64, 34, 8
 _ROW = 26
-# A link that is so many times worse than the best one has the full color.
+# A link that is this many times worse than the best one has the full color.
 _WORST = 30.0
 _Line = tuple[np.ndarray, np.ndarray]
 _STYLE = """
@@ -44,11 +44,11 @@ th, td { padding: .2rem .35rem; text-align: center; border: 1px solid var(--line
 
 
 def make_page(job: JobLog, diagnosis: Diagnosis) -> str:
-    """A diagnosis with pictures: steps over time, where the time went, links, and metrics over time.
+    """Makes a page of a diagnosis with pictures: steps over time, shares of time, links, and metrics over time.
 
     Args:
       job: The records.
-      diagnosis: What `diagnose` says of them.
+      diagnosis: The result of `diagnose` for these records.
 
     Returns:
       HTML.
@@ -81,7 +81,10 @@ def _paragraphs(lines: Sequence[str]) -> str:
 
 
 def _steps_chart(job: JobLog) -> Iterator[str]:
-    """What each rank did on its own; behind it, grey, whole steps: where ranks wait for each other these are alike."""
+    """Draws each rank's own time per step, in front of grey lines of whole steps.
+
+    If ranks wait for each other, the grey lines of all ranks are alike.
+    """
     own, whole, start = {}, [], min(process.starts[0] for process in job.ranks)
     for process in job.ranks:
         steps = steps_of(process)
@@ -94,7 +97,7 @@ def _steps_chart(job: JobLog) -> Iterator[str]:
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of steps that fall together, the slowest one."""
+    """Reduces a line to `_MOST_POINTS` points: the slowest of the steps that share a point."""
     if len(x) <= _MOST_POINTS:
         return x, y
     parts = np.array_split(np.arange(len(x)), _MOST_POINTS)
@@ -108,13 +111,13 @@ def _line_chart(
     written: Callable[[float], str] = "{:.4g}".format,
     behind: Sequence[_Line] | None = None,
 ) -> str:
-    """Lines over time.
+    """Draws lines over time.
 
     Args:
-      series: By name.
-      label: What is drawn.
-      written: How a value is written.
-      behind: Grey lines. Given, values begin with 0.
+      series: The lines, by name.
+      label: The name of the values.
+      written: Formats a value.
+      behind: Grey lines. If given, the axis of values begins with 0.
     """
     lines = [*series.values(), *(behind or ())]
     all_x, all_y = (np.concatenate([line[axis] for line in lines]) for axis in (0, 1))
@@ -152,7 +155,7 @@ def _scale(low: float, high: float, begin: float, end: float) -> Callable[[float
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers that enclose an interval, about five."""
+    """About five round numbers that enclose an interval."""
     if high - low < 1e-9 * max(abs(high), 1e-12):
         low, high = (0.0, high) if high > 0 else (low - 0.5, low + 0.5)
     rough = (high - low) / 4
@@ -231,7 +234,7 @@ def _link_cell(link: Link | None, best_rate: float, best_round_trip: float) -> s
 
 
 def _metric_charts(job: JobLog) -> Iterator[str]:
-    """A picture for each metric, together with that of validation; of the first rank that has any."""
+    """Draws each metric together with its validation metric, for the first rank that has metrics."""
     process = next((each for each in job.ranks if any(line["kind"] == "metrics" for line in each.lines)), None)
     if process is None:
         yield '<p class="note">No metrics are recorded: `fit` records those of its epochs.</p>'

@@ -1,4 +1,4 @@
-"""What Pipe-SGD's timing model expects of other settings, on the links and steps that a job has recorded."""
+"""The step times of other settings by Pipe-SGD's timing model, with the links and steps that a job has recorded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BYTES_PER_VALUE = 4
 
 
 def best_plan(job: JobLog, steps: Mapping[int, Steps], links: Mapping[tuple[int, int], Link]) -> Plan | None:
-    """The settings of `PipeSGDStrategy` with the shortest step, by its model; None where too little is recorded.
+    """The settings of `PipeSGDStrategy` with the shortest step, by its model. Returns None if too little is recorded.
 
-    Ranks are taken to be alike, encoding to cost nothing, and no link to be shared.
+    The model assumes that ranks are alike, encoding costs nothing, and no link is shared.
 
     Args:
       job: The records.
-      steps: By place in `JobLog.processes`, the steps of the ranks.
-      links: Those that `measure_links` has found.
+      steps: The steps of the ranks, by place in `JobLog.processes`.
+      links: The links from `measure_links`.
     """
     num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
     round_trips = [each.round_trip_seconds for each in links.values() if not math.isnan(each.round_trip_seconds)]

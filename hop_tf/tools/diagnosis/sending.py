@@ -1,7 +1,7 @@
-"""How fast processes have sent large messages: alone, and to several others at once, which share a network card.
+"""The rates at which processes have sent large messages: alone, and to several others at once over a shared card.
 
-A rate that was never seen is not known. So nothing is taken to be faster than it was: a link no faster than messages on
-it were that had the least company, and a card no faster than all together that left at the same time.
+A rate that was never seen is not known, so no link or card is taken to be faster than it was seen. A link is as fast as
+its messages with the least company were. A card is as fast as all messages together that left at the same time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 from hop_tf.records.log import JobLog
 from hop_tf.tools.diagnosis.links import LARGE_BYTES, Link, latencies
 
-# The rate of what leaves at the same time is that of the fastest part of it; a single message may seem fast by chance.
+# The rate of messages that leave at the same time is that of their fastest part. The part must have at least this share
+# of the bytes, because a single message may seem fast by chance.
 _LEAST_PART = 0.25
-# What is always busy is looked at in parts.
+# Longer runs of messages are looked at in parts of this size.
 _MOST_MESSAGES = 64
-# A link's messages with so much company are typical ones if there is such a share of them.
+# The share of a link's messages, those with the least company, that tells the link's rate.
 _LEAST_OF_LINK = 0.1
 
 
@@ -34,17 +35,17 @@ class _Sent:
 
 
 def sending_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[int, float]:
-    """By process, the bytes that it has sent in a second to all others together, typically.
+    """The typical rate at which each process has sent to all others together, in bytes per second.
 
-    Of messages that leave at the same time, the most that came in a second; a quarter of them counts at least:
+    For messages that leave at the same time, the rate is that of the fastest part, of at least a quarter of the bytes:
 
         rate  =  max over t, u of  (sum of bytes of all that left after t and had come by u) / (u - t)
 
-    One that is long on its way, over a slow link, so does not count. The median is taken, by bytes.
+    So a message that takes long over a slow link does not count. The result is the median, weighted by bytes.
 
     Args:
       job: The records.
-      links: Those that `measure_links` has found.
+      links: The links from `measure_links`.
     """
     rates = {}
     for sender, sent in _sent(job, links).items():
@@ -54,10 +55,10 @@ def sending_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[in
 
 
 def lone_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[tuple[int, int], float]:
-    """By sender and receiver, the bytes per second of messages on that link.
+    """The rate of messages on each link, in bytes per second, by sender and receiver.
 
-    What else their sender sends at the same time may slow them down. So those count that had the least company, as far
-    as these are a tenth of all. Arguments as of `sending_rates`.
+    Other messages that the sender sends at the same time may slow a message down. So only the tenth of messages with
+    the least company counts. The arguments are those of `sending_rates`.
     """
     rates = {}
     for sender, sent in _sent(job, links).items():
@@ -87,7 +88,7 @@ def _sent(job: JobLog, links: Mapping[tuple[int, int], Link]) -> Mapping[int, _S
 
 
 def _at_once(sent: _Sent) -> Iterator[_Sent]:
-    """Messages of which each leaves before those before it have all come."""
+    """Divides messages into runs in which each message leaves before all earlier ones have come."""
     ended = np.maximum.accumulate(sent.end)
     gaps = np.flatnonzero(sent.begin[1:] >= ended[:-1]) + 1
     for part in np.split(np.arange(len(sent.begin)), gaps):
@@ -106,9 +107,9 @@ def _rate(part: _Sent) -> float:
 
 
 def _company(sent: _Sent) -> np.ndarray:
-    """For each message, how many others left meanwhile on the sender's other links, in the mean over its time."""
+    """For each message, the mean number of others in flight on the sender's other links during its time."""
     company = np.zeros(len(sent.begin))
-    # What begins within the longest one before a message is all that may overlap with it.
+    # A message may overlap only with messages that began at most the longest duration before it.
     longest = float(np.max(sent.end - sent.begin))
     first = np.searchsorted(sent.begin, sent.begin - longest)
     last = np.searchsorted(sent.begin, sent.end)
@@ -121,7 +122,7 @@ def _company(sent: _Sent) -> np.ndarray:
 
 
 def _alone_on_link(sent: _Sent, of_link: np.ndarray) -> np.ndarray:
-    """For how long each message of a link was sent, when those before it had come."""
+    """The time that each message of a link took after all earlier ones had come."""
     begin, end = sent.begin[of_link], sent.end[of_link]
     before = np.concatenate([[-np.inf], np.maximum.accumulate(end)[:-1]])
     return np.maximum(end - np.maximum(begin, before), 0.0)

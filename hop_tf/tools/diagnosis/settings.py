@@ -1,4 +1,4 @@
-"""A strategy's settings, as records tell them: texts, which are read as values again."""
+"""A strategy's settings in records: texts, which are parsed as values again."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _UNTIL_CHOSEN = {"codec": codecs.Identity(), "algorithm": "mesh", "pipeline_widt
 
 
 def read_settings(about: Mapping[str, object]) -> dict[str, object] | None:
-    """The arguments of the strategy that has written records.
+    """Reads the arguments of the strategy that has written records.
 
     Args:
       about: `ProcessLog.about`.
 
     Returns:
-      Its arguments by name, without those that no text can tell; None where the records do not tell them.
+      The arguments by name, except arguments that have no text. None if the records have no settings.
     """
     texts = about.get("settings")
     if not isinstance(texts, Mapping):
         return None
     settings = {str(name): _read(str(text)) for name, text in texts.items()}
     if isinstance(settings.get("topology"), str):
-        settings["topology"] = settings["topology"].split(" ")[0]  # Behind it is a digest of the graph.
+        settings["topology"] = settings["topology"].split(" ")[0]  # A digest of the graph follows the name.
     return settings
 
 
 def settings_in_effect(settings: Mapping[str, object], lines: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """The settings that ranks train with: the last choice takes the place of "auto".
+    """The settings that ranks train with: the last choice replaces "auto".
 
     Args:
-      settings: Those of `read_settings`.
+      settings: The settings from `read_settings`.
       lines: `ProcessLog.lines`.
     """
     chosen = [line for line in lines if line.get("kind") == "chosen"]
@@ -45,7 +45,7 @@ def settings_in_effect(settings: Mapping[str, object], lines: Sequence[Mapping[s
 
 
 def _read(text: str) -> object:
-    """A value from its text: a literal, a codec or the like with literals as its arguments; else the text."""
+    """Parses a value: a literal, or a codec or the like with literals as its arguments. Otherwise returns the text."""
     try:
         node = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -57,7 +57,7 @@ def _read(text: str) -> object:
         arguments = {each.arg: _read(ast.unparse(each.value)) for each in node.keywords}
         try:
             return make(**arguments)
-        except (TypeError, ValueError):  # Of another version.
+        except (TypeError, ValueError):  # The records are of another version.
             return text
     try:
         return ast.literal_eval(node)

@@ -1,4 +1,4 @@
-"""`Steps`: how long the parts of a rank's steps took."""
+"""`Steps`: the durations of the parts of a rank's steps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hop_tf.records.events import NONE, Kind
 from hop_tf.records.log import ProcessLog
 from hop_tf.records.sampling import is_recorded
 
-# The first steps of a process in a session, in which graphs are traced and ranks meet, say nothing of the others.
+# The first steps of a process in a session are left out, because graphs are traced and ranks meet in them.
 _FIRST_STEPS = 3
-# The parts of a step, and how people call them.
+# The parts of a step, and their names for people.
 PARTS = {
     "compute": "computing",
     "input": "the input pipeline",
@@ -24,22 +24,22 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The steps of a rank, from the begin of each to that of the next one. Arrays with an element for each step.
+    """The steps of a rank, each from its begin to the next step's. Arrays with an element for each step.
 
         seconds  =  compute + result + validation + callbacks + input + other
 
     Attributes:
       keys: Session and step; int array [steps, 2].
-      begin: When they began.
-      seconds: How long they took.
-      advance: By how many iterations each has led on: more than 1 where the next ones were jumped over.
-      compute: Until the gradients were there.
-      result: How long the step then waited for other ranks.
-      input: How long Keras waited for the next step's batch.
-      callbacks: Between Keras's steps, without validation.
-      validation: In `evaluate` meanwhile.
-      other: What is left: the update, and where Keras's loop does not run, all that comes between.
-      exchange: How long the communication of the step took, hidden or not.
+      begin: The times at which they began.
+      seconds: Their durations.
+      advance: The number of iterations to the next step: more than 1 if iterations were jumped over.
+      compute: The time until the gradients were there.
+      result: The time that the step then waited for other ranks.
+      input: The time that Keras waited for the next step's batch.
+      callbacks: The time between Keras's steps, without validation.
+      validation: The time in `evaluate` between Keras's steps.
+      other: The rest: the update and, without Keras's loop, everything between steps.
+      exchange: The time of the step's communication, hidden or not.
     """
 
     keys: np.ndarray
@@ -56,16 +56,16 @@ class Steps:
 
     @property
     def own(self) -> np.ndarray:
-        """How long the rank would have taken if it had waited for nobody."""
+        """The time of each step without waits for other ranks."""
         return self.seconds - self.result
 
     def part(self, name: str) -> np.ndarray:
-        """One of `PARTS`."""
+        """The times of one of `PARTS`."""
         return getattr(self, name)
 
 
 def steps_of(process: ProcessLog) -> Steps:
-    """The steps of a rank of which the next one is recorded, too."""
+    """The steps of a rank whose next step is recorded, too."""
     computed = process.of_kind(Kind.COMPUTE)
     computed = computed[computed["step"] != NONE]
     first, following = computed[:-1], computed[1:]
@@ -100,13 +100,13 @@ def steps_of(process: ProcessLog) -> Steps:
 
 
 def _begins(process: ProcessLog, computed: np.ndarray) -> np.ndarray:
-    """Whether each step is the first one of a session, or of a process that was started again."""
+    """True for each step that is the first one of a session, or of a process that was started again."""
     starts = np.searchsorted(process.starts, computed["begin"], side="right")
     return (np.diff(computed["session"], prepend=-1) != 0) | (np.diff(starts, prepend=-1) != 0)
 
 
 def _calls(process: ProcessLog, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """When Keras called and ended what each step was in, and whether it was the first one in there."""
+    """The begin and end of the Keras call that each step was in, and True if the step was the first one in it."""
     calls = process.of_kind(Kind.STEP)
     if not calls.size:
         return computed["begin"], computed["begin"], np.zeros(len(computed), bool)
@@ -126,7 +126,7 @@ def _of_steps(events: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def _overlaps(events: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """For each interval, how much of it the events cover."""
+    """The part of each interval that events cover, in seconds."""
     total = np.zeros(len(begins))
     for event in events:
         begin, end = event["begin"], event["begin"] + event["seconds"]

@@ -1,14 +1,14 @@
-"""`WhatIf`: how long a step would take with other settings, shares, ranks or links, by simulation.
+"""`WhatIf`: the time of a step with other settings, shares, ranks or links, by simulation.
 
-What ranks have done on their own, step by step, and how fast messages went is taken from the records. The strategies'
-own protocols then run with these on a virtual clock: see `hop_tf.simulate.training`. That is believed only where it
-finds, with the settings that the job has, about the step that was recorded. By how much it misses that one, it is taken
-to miss others:
+The records tell the durations of each rank's own work in each step, and the speed of messages. The strategies' own
+protocols then run with these on a virtual clock: see `hop_tf.simulate.training`. The simulation is trusted only if it
+reproduces the recorded step with the job's settings, up to `MOST_ERROR`. Its relative error is assumed to be the same
+for other settings:
 
-    step  =  simulated step  *  recorded step / simulated step with the settings that the job has
+    step  =  simulated step  *  recorded step / simulated step with the job's settings
 
-Rates that were never seen are not known; see `hop_tf.tools.diagnosis.sending`. So a prediction says too little of a
-change rather than too much.
+Rates that were never seen are not known: see `hop_tf.tools.diagnosis.sending`. So the expected effect of a change is
+rather too small than too large.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from hop_tf.tools.diagnosis.sending import lone_rates, sending_rates
 from hop_tf.tools.diagnosis.settings import read_settings, settings_in_effect
 from hop_tf.tools.diagnosis.steps import Steps
 
-# By how much the simulation may miss the recorded step where anything is to be concluded from it.
+# The largest relative error of the simulated step, with the job's settings, for which the simulation is trusted.
 MOST_ERROR = 0.15
-# Time is no reason for a change that saves less than this share of a step.
+# A change must save at least this share of a step.
 LEAST_GAIN = 0.05
 # Kinds of findings that communication has caused.
 OF_LINKS = ("bandwidth", "latency", "communication")
-# A simulation makes so many steps at most, and fewer of many ranks, each of which sends to all others; it takes a
-# second then. Fewer than the least say little.
+# The most and the least steps of a simulation, and the most pairs of ranks times steps. With many ranks, each of which
+# sends to all others, fewer steps are made, so that a simulation takes a second.
 _MOST_STEPS, _LEAST_STEPS, _MOST_PAIRS = 100, 25, 6400
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Something to change, and what comes of it.
+    """A change, and its expected effect.
 
     Attributes:
-      text: What to write, such as "hop_tf.PipeSGDStrategy(codec='int8')", with what is to stay.
+      text: The call to write, such as "hop_tf.PipeSGDStrategy(codec='int8')", including settings that stay.
       strategy: Name of the strategy.
-      settings: Its arguments.
-      batch_shares: What part of a batch each rank takes; None: equal ones.
-      step_seconds: How long a step would take, the mean over steps and ranks. Iterations that are jumped over count.
+      settings: The arguments of the strategy.
+      batch_shares: The part of a batch that each rank takes, or None for equal parts.
+      step_seconds: The expected time of a step, the mean over steps and ranks. Iterations that are jumped over count.
     """
 
     text: str
@@ -66,15 +66,15 @@ class WhatIf:
 
     Args:
       job: The records.
-      steps: By place in `JobLog.processes`, the steps of the ranks.
-      links: Those that `measure_links` has found.
-      step_seconds: How long a step takes.
+      steps: The steps of the ranks, by place in `JobLog.processes`.
+      links: The links from `measure_links`.
+      step_seconds: The recorded time of a step.
 
     Attributes:
       strategy: The job's strategy.
-      given: Its settings, as the program gave them; None where they are not recorded.
-      settings: The same, with what ranks have chosen in the place of "auto".
-      present: A step with the settings that the job has: `step_seconds`.
+      given: The strategy's settings, as the program gave them, or None if they are not recorded.
+      settings: The strategy's settings with the ranks' choices in place of "auto", or None.
+      present: The recorded time of a step, with the job's settings: `step_seconds`.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class WhatIf:
         self.given = read_settings(about)
         self.settings = None if self.given is None else settings_in_effect(self.given, job.ranks[0].lines)
         self._num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
-        # Who jumps over steps has made fewer.
+        # The maximum, because ranks that jump over steps have made fewer.
         num_recorded = max(len(each.begin) for each in self._steps)
         self._num_steps = min(_MOST_STEPS, _MOST_PAIRS // self._world_size**2, num_recorded)
         self._num_processes = int(about["num_ranks"]) + int(about["num_servers"])
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there is no `problem`."""
+        """True if there is no `problem`."""
         return not self.problem
 
     @functools.cached_property
     def problem(self) -> str:
-        """Why the job cannot be simulated, or that it does not take then what it took; empty: it does."""
+        """The reason that the job cannot be simulated, or that its simulation is not trusted. Empty: there is none."""
         if self.settings is None or not self._num_values:
             return "the records do not tell the strategy's settings"
         if self.strategy not in _candidates_of:
@@ -115,7 +115,7 @@ class WhatIf:
             return f"too few steps are recorded, or there are too many ranks: {self._num_steps} would be simulated"
         try:
             share = self._simulated_present / self.present
-        except (TypeError, ValueError) as error:  # A topology that has no name, say.
+        except (TypeError, ValueError) as error:  # For instance a topology without a name.
             return str(error)
         if abs(share - 1) > MOST_ERROR:
             return f"with the settings that the job has, a simulated step takes {share:.0%} of its time"
@@ -126,16 +126,21 @@ class WhatIf:
         return self._simulate()
 
     def expect(self, *arguments, **changed) -> float:
-        """A step with changes, arguments of `_simulate`; nan where nothing is trusted, or they cannot be simulated."""
+        """The time of a step with changes, which are arguments of `_simulate`.
+
+        Returns nan if the simulation is not trusted, or the changes cannot be simulated.
+        """
         if not self.is_trusted:
             return math.nan
         try:
             return self._simulate(*arguments, **changed) * self.present / self._simulated_present
-        except ValueError:  # Where the job is too small for it, say.
+        except ValueError:  # For instance if the job has too few ranks for the settings.
             return math.nan
 
     def like_others(self, index: int) -> float:
-        """A step if a rank did on its own what others do, each taken in turn; nan where nothing is trusted.
+        """The time of a step if a rank's own work were like that of the others, each taken in turn.
+
+        Returns nan if the simulation is not trusted.
 
         Args:
           index: The rank's place in `JobLog.processes`.
@@ -143,20 +148,20 @@ class WhatIf:
         return self.expect(own_like_others=self._places[index])
 
     def with_links(self, slow: Sequence[Link], **known: float) -> float:
-        """A step if some links had another rate or latency; nan where nothing is trusted.
+        """The time of a step if some links had another rate or latency. Returns nan if the simulation is not trusted.
 
         Args:
           slow: The links.
-          **known: `bytes_per_second` or `round_trip_seconds` that they would have.
+          **known: The assumed `bytes_per_second` or `round_trip_seconds` of these links.
         """
         return self.expect(links={tuple(self._places.get(end) for end in link.ends): known for link in slow})
 
     def changes(self, kinds: Sequence[tuple[str, bool]], most: int = 2) -> list[Change]:
-        """What helps most, the best first; changes that gain about the same in the order of `_candidates_of`.
+        """Returns the changes that help most, the best first. Changes with about the same gain keep their order.
 
         Args:
-          kinds: What was found: `Finding.kind`, and `is_always`.
-          most: How many are wanted.
+          kinds: The findings: `Finding.kind`, and `is_always`.
+          most: The most changes to return.
         """
         if not kinds or not self.is_trusted:
             return []
@@ -166,12 +171,12 @@ class WhatIf:
             shortest = min(change.step_seconds for change in found)
             chosen = next(change for change in found if change.step_seconds <= (1 + LEAST_GAIN) * shortest)
             best.append(chosen)
-            # A later one is worth a word if it gains as much in another way.
+            # Further changes must differ in kind.
             found = [each for each in found if _way(each) != _way(chosen)]
         return best
 
     def _simulated(self, kinds: Sequence[tuple[str, bool]]) -> Iterator[Change]:
-        """The candidates with their steps."""
+        """Simulates the candidates."""
         for kind, is_always in kinds:
             for change in self._candidates(kind, is_always):
                 seconds = self.expect(change.strategy, change.settings, change.batch_shares)
@@ -179,11 +184,11 @@ class WhatIf:
                     continue
                 yield dataclasses.replace(change, step_seconds=seconds)
                 if kind in OF_LINKS and seconds < (1 + LEAST_GAIN) * self._most_own:
-                    break  # No communication is left to hide, and later ones change training more.
+                    break  # No communication is left to hide, and later candidates change training more.
 
     @functools.cached_property
     def _most_own(self) -> float:
-        """What the slowest rank does on its own in a step."""
+        """The seconds of the slowest rank's own work in a step."""
         return max(float(np.mean(each.own)) for each in self._steps)
 
     def _candidates(self, kind: str, is_always: bool) -> Iterator[Change]:
@@ -191,7 +196,7 @@ class WhatIf:
             yield self._with_shares()
         for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
             if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
-                # Ranks would choose anew a setting that the call does not name.
+                # The call names all settings, because ranks would choose the others anew.
                 whole = {**kept_settings(self.strategy, self.settings, strategy), **settings}
                 yield Change(tell_call(strategy, whole), strategy, whole)
 
@@ -210,23 +215,23 @@ class WhatIf:
         own_like_others: int | None = None,
         links: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
     ) -> float:
-        """A simulated step.
+        """The time of a simulated step.
 
         Args:
           strategy: Name of the strategy. Default: the job's.
-          settings: Its arguments. Default: the job's.
-          batch_shares: What part of a batch each rank takes. Default: as it was.
-          own_like_others: A rank that does on its own what others do.
-          links: What is known of changed links, by their ends; see `with_links`.
+          settings: Arguments of the strategy. Default: the job's.
+          batch_shares: The part of a batch that each rank takes. Default: as in the job.
+          own_like_others: A rank whose own work is like that of the others. Default: none.
+          links: The changed values of links, by their ends. See `with_links`.
 
         Raises:
-          ValueError: If that is not possible, or ranks fail or wait for ever.
+          ValueError: If the settings are not possible, or ranks fail or wait for ever.
         """
         from hop_tf.tools.simulate.scheduler import DeadlockError
         from hop_tf.tools.simulate.training import simulate_training
 
         strategy, settings = strategy or self.strategy, self.settings if settings is None else settings
-        # Ranks send once in a window. All steps that are recorded count alike.
+        # Ranks send once in a window, so there are more steps: a multiple of the recorded ones, which count alike.
         interval = _interval(settings) if strategy == "DTSStrategy" else 1
         num_rounds = math.ceil(_LEAST_STEPS * interval / self._num_steps)
         try:
@@ -243,7 +248,7 @@ class WhatIf:
             raise ValueError(f"the simulation of {strategy} fails: {error}") from error
 
     def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
-        """What a rank has done in its last recorded steps, one by one; again, where there are too few."""
+        """Yields the rank's own work in its last recorded steps, one by one, again and again."""
         from hop_tf.tools.simulate.rank_loops import OwnSeconds
 
         times_equal = 1.0 if batch_shares is None else batch_shares[rank] / np.mean(batch_shares)
@@ -261,7 +266,7 @@ class WhatIf:
             )
 
     def _all_links(self, changed: Mapping[tuple[int, int], Mapping[str, float]]):
-        """All links, and the cards of all ranks; those that no message has taken are like the median of the others."""
+        """All links and the cards of all ranks. Links and cards without messages are like the median of the others."""
         from hop_tf.tools.simulate.training import Links
 
         shape = (self._world_size, self._world_size)
@@ -280,19 +285,19 @@ class WhatIf:
                     rate[way] = self._rates[way[::-1]]
                 if "bytes_per_second" in changed.get(ends, {}):
                     rate[way] = changed[ends]["bytes_per_second"]
-                    # Beside a slow link, a card was not seen to send all that it can.
+                    # With a slow link, the card may be faster than it was seen to be.
                     card[way[0]] = max(card[way[0]], usual_card)
         return Links(latency, rate, card)
 
     @functools.cached_property
     def _rates(self) -> dict[tuple[int, int], float]:
-        """Of links, by sender and receiver."""
+        """The rates of links, by sender and receiver."""
         found = lone_rates(self._job, self._measured).items()
         return {tuple(map(self._places.get, way)): rate for way, rate in found if {*way} <= {*self._places}}
 
     @functools.cached_property
     def _cards(self) -> dict[int, float]:
-        """Of ranks."""
+        """The rates of the ranks' cards."""
         found = sending_rates(self._job, self._measured).items()
         return {self._places[sender]: rate for sender, rate in found if sender in self._places}
 
@@ -306,7 +311,7 @@ def _median(values: Sequence[float], default: float) -> float:
     return float(np.median(known)) if known else default
 
 
-# What may help, by strategy: those that change training least come first.
+# Changes that may help, by strategy. Those that change training least come first.
 
 
 def _of_pipe_sgd(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
@@ -334,7 +339,7 @@ def _of_hop(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str
 
 
 def _hiding_more(settings: Mapping) -> Iterator[tuple[str, dict]]:
-    """Settings of Pipe-SGD with which more is hidden, or less sent."""
+    """Settings of Pipe-SGD that hide more communication, or send less."""
     wider = {"pipeline_width": 2} if int(settings.get("pipeline_width", 1)) == 1 else {}
     if wider:
         yield "PipeSGDStrategy", wider
@@ -346,7 +351,7 @@ def _hiding_more(settings: Mapping) -> Iterator[tuple[str, dict]]:
 
 
 def _interval(settings: Mapping) -> int:
-    """Of DTS: steps of a window."""
+    """The steps of a window of DTS."""
     return int(settings.get("interval", 4))
 
 
@@ -361,12 +366,12 @@ def _windows(strategy: str, settings: Mapping) -> Iterator[tuple[str, dict]]:
 def _waiting_less(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
     """Settings of Hop with which ranks do not wait for a slow one."""
     if kind != "compute":
-        return  # What is slow beside the gradients is mended where it is.
+        return  # Other causes than computing are mended at their source.
     if not settings.get("num_backup_workers"):
         yield "HopStrategy", {"num_backup_workers": 1}
     if not is_always and not settings.get("max_staleness"):
         yield "HopStrategy", {"num_backup_workers": 1, "max_staleness": 4}
-    if settings.get("skip") is None:  # Else a rank that takes longer in the mean holds up all in the long run.
+    if settings.get("skip") is None:  # Without it, a rank that is slower on average delays all in the long run.
         from hop_tf.strategies.hop.settings import SkipIterations
 
         yield "HopStrategy", {"num_backup_workers": 1, "skip": SkipIterations()}

@@ -1,1 +1,1 @@
-"""Which launcher has started this process, and where the others of the job are."""
+"""Detection of the launcher that has started this process, and of the addresses of the job's other processes."""

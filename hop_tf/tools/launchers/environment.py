@@ -1,4 +1,4 @@
-"""`cluster_from_environment`: the cluster that a process belongs to, whichever launcher has started it."""
+"""`cluster_from_environment`: the cluster that a process belongs to, with any known launcher."""
 
 from __future__ import annotations
 
@@ -19,56 +19,58 @@ from hop_tf.tools.launchers.variables import Place
 from hop_tf.tools.processes.local_cluster import PortReservation, gpu_assignments
 from hop_tf.transport.own_name import check_own_name
 
-# What came of a rendezvous: it takes place once in the life of a process, whose port is kept meanwhile.
+# The result of a rendezvous, which takes place once in the life of a process. The process's port is kept meanwhile.
 _met: dict[tuple[Place, int], tuple[list[str], PortReservation]] = {}
 
 
 def cluster_from_environment(
     *, num_ps: int = 0, cluster_token: str | None = None, timeout_seconds: float = 60.0
 ) -> tf.distribute.cluster_resolver.ClusterResolver:
-    """Finds out which launcher has started this process, and where the others of the job are.
+    """Finds the launcher that has started this process, and the addresses of the job's other processes.
 
-    Known are, in this order:
+    The known sources are, in this order:
 
     - `TF_CONFIG`, also as `hop_tf launch` sets it;
     - HOP_TF_ADDRESSES, for an Indexed Job of Kubernetes, or set by hand;
-    - torchrun, or whatever sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
+    - torchrun, or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT;
     - Open MPI's `mpirun`;
     - Slurm's `srun`;
     - launchers with PMI or PMIx, such as MPICH's `mpirun`.
 
-    If there is none, this process is alone. A line of the log tells what was found.
+    If there is none, this process is alone. A line of the log tells the launcher.
 
-    `mpirun` and torchrun do not tell where the others are. So process 0 listens at MASTER_ADDR and MASTER_PORT (29500
-    by default under `mpirun`; one more under torchrun, if that listens there itself; HOP_TF_RENDEZVOUS_PORT goes before
-    both), and the others tell it their addresses: that in HOP_TF_HOST, or the one they connect from, with a free port.
-    This takes place once: a second call in a process gives the same. Under Slurm, processes meet so in jobs of several
-    components and with `--distribution=plane`, on the node of task 0.
+    `mpirun` and torchrun do not tell the addresses of the other processes, so the processes meet. Process 0 listens at
+    MASTER_ADDR and MASTER_PORT. Under `mpirun` the port is 29500 by default. Under torchrun it is one more, if torchrun
+    itself listens at MASTER_PORT. HOP_TF_RENDEZVOUS_PORT overrides both. The other processes tell process 0 their
+    addresses: that in HOP_TF_HOST, or the one from which they connect, with a free port. This takes place once: a
+    second call in a process returns the same. Under Slurm, processes meet on the node of task 0, but only in jobs of
+    several components and with `--distribution=plane`.
 
-    Otherwise this process waits until its own name is known on its machine. Unless it is "localhost", it must not stand
-    for a loopback address there where those of others do not.
+    If processes do not meet, this process waits until its own name is known on its machine. If the names of others do
+    not stand for loopback addresses, its own name must not either, unless it is "localhost".
 
-    Where the launcher tells a process's number on its machine, and the machine has several GPUs, the process is given
-    one of them, in turn (CUDA_VISIBLE_DEVICES is set): call this before TensorFlow uses a GPU.
+    If the machine has several GPUs, and the launcher tells the process's number on its machine, the process gets one of
+    them. Processes take GPUs in turn (CUDA_VISIBLE_DEVICES is set). So call this before TensorFlow uses a GPU.
 
     Args:
-      num_ps: How many of the processes, the last ones, are parameter servers. With TF_CONFIG, which lists them, it must
-        be 0 or their number. A process that is alone has none. Default 0.
-      cluster_token: A secret that all processes share, with which they prove to each other that they belong together
-        when they meet. For the training itself, `CommunicationOptions` has it. Default None: that in the environment
-        variable HOP_TF_CLUSTER_TOKEN, if there is one.
-      timeout_seconds: How long to wait for the others to meet, or for the name. Default 60.
+      num_ps: The number of processes, the last ones, that are parameter servers. With TF_CONFIG, which lists them, it
+        must be 0 or their number. A process that is alone has none. Default 0.
+      cluster_token: A secret that all processes share. With it they prove to each other that they belong together when
+        they meet. For the training itself, give it to `CommunicationOptions`. Default None: the value of the
+        environment variable HOP_TF_CLUSTER_TOKEN, if it is set.
+      timeout_seconds: The time to wait for the other processes, or for the name. Default 60.
 
     Returns:
       A resolver, for the argument `cluster_resolver` of strategies.
 
     Raises:
-      ClusterConfigError: If variables are missing, malformed or contradict each other, or processes do.
-      DeadlineExceededError: If others are not there in time, which it names, or the own name is not known.
-      HopError: If a port cannot be had, or others use another token.
+      ClusterConfigError: If variables are missing, malformed or contradict each other, or processes contradict each
+        other.
+      DeadlineExceededError: If others are not there in time, which the error names, or the own name is not known.
+      HopError: If a port is not available, or others use another token.
       ValueError: If an argument is out of range.
 
-    Blocks: where processes meet until all call this, else until the own name is known; at most `timeout_seconds`.
+    Blocks: if processes meet, until all call this; otherwise until the own name is known. At most `timeout_seconds`.
     """
     check_integer("num_ps", num_ps, at_least=0)
     check_seconds("timeout_seconds", timeout_seconds)
@@ -92,7 +94,7 @@ def cluster_from_environment(
 
 
 def find_place(environ: Mapping[str, str]) -> Place | None:
-    """This process's place among those that a launcher has started; None if no launcher is known.
+    """This process's place among those that a launcher has started, or None if no launcher is known.
 
     Raises:
       ClusterConfigError: If variables are missing, malformed or contradict each other.
@@ -101,7 +103,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     if place is not None:
         return place
     slurm = read_slurm(environ)
-    # Within an allocation, `mpirun` starts its daemons by `srun`: then Slurm's variables are those of the daemon.
+    # In an allocation, `mpirun` starts its daemons by `srun`. Then Slurm's variables are those of the daemon.
     if slurm is not None and environ.get("PMI_SIZE", "").strip() in ("", str(slurm.num_processes)):
         return slurm
     place = variables.read_pmi(environ)
@@ -111,7 +113,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _note_on_slurm(place: Place | None) -> str:
-    """What to do where Slurm has started this process, but not for each task: a batch script runs once."""
+    """A hint for a process that Slurm has started once for all tasks, as it does a batch script. Otherwise empty."""
     num_tasks = os.environ.get("SLURM_NTASKS", "1")
     return "" if place is not None or num_tasks == "1" else f" This Slurm job has {num_tasks} tasks: use srun."
 
@@ -159,7 +161,7 @@ def _log(launcher: str, task_type: str, task_id: int, addresses: tuple[str, ...]
 
 
 def _choose_gpu(place: Place, is_worker: bool) -> None:
-    """As `hop_tf launch` does: one GPU for each process in turn, and none for parameter servers."""
+    """Chooses a GPU as `hop_tf launch` does: one for each process in turn, and none for parameter servers."""
     if place.local_number is None or place.num_local is None or place.local_number >= place.num_local:
         return
     if is_worker:

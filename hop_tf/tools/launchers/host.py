@@ -1,4 +1,4 @@
-"""Process 0's side of a rendezvous: it listens, hears where the others are, and tells all of them."""
+"""Process 0's side of a rendezvous: it listens, collects the addresses of the others, and sends them to all."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hop_tf.transport.strangers import GREETING_SECONDS, MAX_STRANGERS, GuessLim
 
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
-# A reply fits into the system's buffers, or is taken soon.
+# A reply fits into the system's buffers, or the receiver takes it soon.
 _REPLY_SECONDS = 5.0
 _MAX_NAMED = 20
 
 
 @dataclasses.dataclass(eq=False)
 class _Guest:
-    """A connection.
+    """A connection from another process.
 
     Attributes:
-      connection: Its socket.
-      source: Where it comes from.
-      session: Its greeting.
-      deadline: When it must have greeted.
-      received: What came of its hello.
-      hello: What it has told; None before.
+      connection: The socket.
+      source: The host that it comes from.
+      session: The session of its greeting.
+      deadline: The time by which it must have greeted.
+      received: The bytes of its hello that have come.
+      hello: Its hello, or None before that has come.
     """
 
     connection: socket.socket
@@ -47,16 +47,16 @@ class _Guest:
 
 
 class Host:
-    """Listens where the others look for process 0. To be closed.
+    """Listens at the address of process 0. The caller must close it.
 
     Args:
       master: Host and port to listen on.
-      num_processes: How many processes there are, this one included.
-      num_ps: How many of them are parameter servers; all must agree.
+      num_processes: The number of processes, including this one.
+      num_ps: The number of processes that are parameter servers. All must agree.
       token: The cluster token, or None.
 
     Attributes:
-      listening_on: Numeric address of this machine that the first socket listens on.
+      listening_on: The numeric address of this machine on which the first socket listens.
 
     Raises:
       HopError: If this machine does not have the address, or another program listens there.
@@ -79,21 +79,21 @@ class Host:
         self.listening_on: str = self._sockets[0].getsockname()[0]
 
     def gather(self, own_address: str, deadline: float, timeout_seconds: float) -> list[str]:
-        """Waits for all, and tells all of them the addresses of all.
+        """Waits for all other processes, and sends all addresses to each of them.
 
         Args:
           own_address: Address of this process.
-          deadline: Until when to wait, on `time.monotonic`'s clock.
-          timeout_seconds: How long that is, for the error.
+          deadline: The time until which to wait, on `time.monotonic`'s clock.
+          timeout_seconds: The length of the wait, for the error.
 
         Returns:
           The addresses, in the order of the processes' numbers.
 
         Raises:
-          DeadlineExceededError: If some have not come; those that have get the same error.
-          ClusterConfigError: If some could not reach others at what they tell.
+          DeadlineExceededError: If some processes have not come. The others get the same error.
+          ClusterConfigError: If some processes could not reach others at the addresses that these tell.
 
-        Blocks: until then.
+        Blocks: until all have come, at most until `deadline`.
         """
         try:
             while missing := self._missing():
@@ -144,7 +144,7 @@ class Host:
         def accept() -> None:
             try:
                 connection, address = listening.accept()
-            except OSError as error:  # It is gone again, or this process is short of descriptors for a moment.
+            except OSError as error:  # The connection is gone again, or this process is short of descriptors.
                 logging.log_every_n_seconds(logging.WARNING, "Cannot accept a connection: %s.", 10, error)
                 time.sleep(_PAUSE_SECONDS)
                 return
@@ -164,17 +164,17 @@ class Host:
         return accept
 
     def _make_room(self) -> None:
-        """The oldest stranger makes way where there are too many; who belongs here comes again."""
+        """Refuses the oldest connection without a greeting if there are too many. A process of the job tries again."""
         strangers = [guest for guest in self._guests if guest.hello is None]
         if len(strangers) > MAX_STRANGERS + self._num_processes:
             self._refuse(strangers[0], ProtocolError("too many connections have not greeted yet"))
 
     def _read(self, guest: _Guest) -> None:
-        if guest not in self._guests:  # It was dismissed since `select` has seen it.
+        if guest not in self._guests:  # The guest was dismissed after `select` had seen it.
             return
         try:
             data = guest.connection.recv(messages.MAX_HELLO_BYTES)
-            if not data or guest.hello is not None:  # It is gone, or says what is not asked for.
+            if not data or guest.hello is not None:  # The guest is gone, or sends more than a hello.
                 self._dismiss(guest)
                 return
             guest.received += data
@@ -188,7 +188,7 @@ class Host:
 
     def _admit(self, guest: _Guest, body: bytes) -> None:
         if self._secret and not self._guesses.take(guest.source):
-            raise ProtocolError("too many wrong cluster tokens from this host")  # It may try again.
+            raise ProtocolError("too many wrong cluster tokens from this host")  # The guest may try again.
         try:
             hello = messages.Hello.from_bytes(guest.session.open_hello(body))
         except NotProvenError as error:
@@ -207,7 +207,7 @@ class Host:
                         f"rank {hello.number} is there already, from {other.hello.address}: two processes have this "
                         "number"
                     )
-                self._dismiss(other)  # It has lost its connection, and comes again.
+                self._dismiss(other)  # The process has lost its connection, and comes again.
         guest.hello = hello
 
     def _check(self, hello: messages.Hello) -> None:
@@ -221,7 +221,7 @@ class Host:
             raise ClusterConfigError(f"there is no rank {hello.number} that could come here")
 
     def _check_loopback(self, addresses: list[str]) -> None:
-        """Refuses a list with loopback addresses and others: other machines do not reach the former."""
+        """Raises ClusterConfigError if only some addresses are loopback: other machines do not reach these."""
         hosts = [address.rpartition(":")[0] for address in addresses]
         if hosts[0].strip("[]") == self._master_host:  # A name may stand for a loopback address.
             hosts[0] = self.listening_on
@@ -237,7 +237,7 @@ class Host:
     def _refuse(self, guest: _Guest, error: HopError) -> None:
         self._last_refusal = f"{guest.source}, as {error}"
         logging.log_every_n_seconds(logging.WARNING, "A connection was refused: %s.", 1, self._last_refusal)
-        with contextlib.suppress(OSError):  # It is gone, or does not read.
+        with contextlib.suppress(OSError):  # The guest is gone, or does not read.
             guest.connection.send(messages.frame(seal_refusal(messages.error_to_bytes(error))))
         self._dismiss(guest)
 
@@ -257,7 +257,7 @@ class Host:
 
 
 def _listen(master: tuple[str, int]) -> list[socket.socket]:
-    """Sockets on all addresses of that name that this machine has."""
+    """Returns sockets on all addresses of the name that this machine has."""
     host, port = master
     sockets: list[socket.socket] = []
     problem: OSError | None = None

@@ -1,4 +1,4 @@
-"""Lists of hosts with ranges in brackets, as Slurm writes them."""
+"""Parses lists of hosts with ranges in brackets, as Slurm writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 
 from hop_tf.errors import ClusterConfigError
 
-# More than any job has: a slip in a range is an error, and takes no memory.
+# More than any job has. A typo in a range is an error, and takes no memory.
 MAX_HOSTS = 65_536
 
 _OUTER_COMMA = re.compile(r",(?![^\[]*\])")
@@ -19,14 +19,14 @@ _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 def expand_hosts(text: str) -> list[str]:
     """The hosts of a list as Slurm writes it: "node[01-03,07],other5" are node01, node02, node03, node07 and other5.
 
-    An IPv6 address keeps its brackets: "[fd00::1]:7400" is one.
+    An IPv6 address keeps its brackets: "[fd00::1]:7400" is one host.
 
     Raises:
-      ClusterConfigError: If it is none, or there are more than `MAX_HOSTS`.
+      ClusterConfigError: If the text is not such a list, or has more than `MAX_HOSTS` hosts.
     """
     hosts: list[str] = []
     for part in _OUTER_COMMA.split(text.strip()):
-        pieces = _BRACKETS.split(part)  # Literal text, and in between what was in brackets.
+        pieces = _BRACKETS.split(part)  # Literal text and the contents of brackets, in turn.
         if not part or any("[" in piece or "]" in piece for piece in pieces):
             raise ClusterConfigError(
                 "A list of nodes must be like 'node[01-03,07],other5', with brackets in pairs and no empty part. "
@@ -39,10 +39,10 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def expand_ranges(text: str) -> list[str]:
-    """The numbers of ranges: "01-03,7" are 01, 02, 03 and 7, as wide as they are written.
+    """The numbers of ranges: "01-03,7" are 01, 02, 03 and 7. Leading zeros are kept.
 
     Raises:
-      ClusterConfigError: If these are none, or more than `MAX_HOSTS`.
+      ClusterConfigError: If the text is not a list of ranges, or has more than `MAX_HOSTS` numbers.
     """
     numbers: list[str] = []
     for part in text.split(","):
@@ -59,11 +59,11 @@ def check_count(count: int, text: str) -> None:
     """Refuses more hosts, or processes, than any job has.
 
     Args:
-      count: How many there are.
-      text: What says so, for the error.
+      count: The number of hosts or processes.
+      text: The text that gives the number, for the error.
 
     Raises:
-      ClusterConfigError: If there are more than `MAX_HOSTS`.
+      ClusterConfigError: If `count` is more than `MAX_HOSTS`.
     """
     if count > MAX_HOSTS:
         raise ClusterConfigError(

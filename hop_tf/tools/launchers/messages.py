@@ -1,8 +1,8 @@
-"""What processes say to each other at a rendezvous: JSON in frames of bounded size.
+"""The messages of a rendezvous: JSON in frames of bounded size.
 
-A frame is its body's length (four bytes, little-endian) and the body. The one who is connected to sends a challenge;
-the guest answers with a hello, and gets a reply: the list of all addresses, or why there is none. Proofs of the cluster
-token are those of `hop_tf.transport.proof`.
+A frame is its body's length (four bytes, little-endian) and the body. The host sends a challenge. The guest answers
+with a hello, and gets a reply: the list of all addresses, or the reason that there is none. Proofs of the cluster token
+are those of `hop_tf.transport.proof`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import struct
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError, HopError, ProtocolError
 from hop_tf.transport.proof import Secret
 
-# What a stranger may send, and a reply to more processes than any cluster has.
+# The most bytes of a hello, which a stranger may send, and of a reply, which suffices for any cluster.
 MAX_HELLO_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 23
 _MAX_ADDRESS = 512
@@ -25,13 +25,13 @@ _ERRORS = {error.__name__: error for error in (ClusterConfigError, DeadlineExcee
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What a guest tells of itself.
+    """The hello of a guest.
 
     Attributes:
-      number: Its number among all processes, from 1: process 0 is the one that listens.
-      num_processes: How many there are, as it was told.
-      num_ps: How many of them are parameter servers.
-      address: Its "host:port".
+      number: The guest's number among all processes, from 1. Process 0 is the host.
+      num_processes: The number of processes, as the guest knows it.
+      num_ps: The number of processes that are parameter servers.
+      address: The guest's "host:port".
     """
 
     number: int
@@ -40,15 +40,15 @@ class Hello:
     address: str
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
+        """Returns the hello as bytes to send."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Hello:
-        """What `to_bytes` has made.
+        """Parses the bytes of `to_bytes`.
 
         Raises:
-          ProtocolError: If it is none.
+          ProtocolError: If the bytes are not a hello.
         """
         fields = _parse(data)
         kinds = {"number": int, "num_processes": int, "num_ps": int, "address": str}
@@ -60,21 +60,21 @@ class Hello:
 
 
 def addresses_to_bytes(addresses: list[str]) -> bytes:
-    """The reply that lists all."""
+    """Returns the reply that lists all addresses."""
     return json.dumps({"addresses": addresses}).encode()
 
 
 def error_to_bytes(error: HopError) -> bytes:
-    """The reply that tells why there is no list."""
+    """Returns the reply that tells the reason that there is no list."""
     return json.dumps({"error": str(error), "type": type(error).__name__}).encode()
 
 
 def addresses_from_bytes(data: bytes) -> list[str]:
-    """The list in a reply.
+    """Returns the list in a reply.
 
     Raises:
-      HopError: What the reply tells instead of it.
-      ProtocolError: If it is no reply.
+      HopError: If the reply tells an error instead. The type is that of the error, if it is known.
+      ProtocolError: If the data is not a reply.
     """
     fields = _parse(data)
     if isinstance(fields.get("error"), str):
@@ -86,12 +86,12 @@ def addresses_from_bytes(data: bytes) -> list[str]:
 
 
 def frame(body: bytes) -> bytes:
-    """A body with its length."""
+    """Returns a frame with this body."""
     return _LENGTH.pack(len(body)) + body
 
 
 def take_frame(received: bytearray, limit: int) -> bytes | None:
-    """Takes a body from what was received; None if it is not complete yet.
+    """Takes a body from the received bytes. Returns None if it is not complete yet.
 
     Raises:
       ProtocolError: If the body is longer than `limit`.
@@ -110,7 +110,7 @@ def take_frame(received: bytearray, limit: int) -> bytes | None:
 
 
 def rendezvous_secret(token: str | None) -> Secret:
-    """The key for proofs of the cluster token at a rendezvous, which are of no use elsewhere; none without a token."""
+    """The key for proofs of the cluster token at a rendezvous, useless elsewhere. Without a token there is no key."""
     return Secret(Secret(token).mac("rendezvous").hex() if token else None)
 
 

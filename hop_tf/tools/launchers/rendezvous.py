@@ -1,4 +1,4 @@
-"""Where processes meet that know nothing of each other but the address of process 0: they tell theirs, and get all."""
+"""`meet`: a rendezvous of processes that know only the address of process 0. Each tells its address and gets all."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ _LONGEST_PAUSE_SECONDS = 1.0
 def meet(place: Place, *, num_ps: int, token: str | None, timeout_seconds: float) -> tuple[list[str], PortReservation]:
     """Meets the other processes of a job.
 
-    Process 0 listens at `place.master`. Each process has a free port of its machine, at the address in HOP_TF_HOST;
-    without that, process 0 has the name in `place.master`, and the others the address that they connect from.
+    Process 0 listens at `place.master`. Each process has a free port of its machine, at the address in HOP_TF_HOST. If
+    this variable is not set, process 0 has the name in `place.master`, and the others have the address from which they
+    connect.
 
     Args:
-      place: This process's, with a `master`.
-      num_ps: How many of the processes are parameter servers; all must agree.
+      place: The place of this process, with a `master`.
+      num_ps: The number of processes that are parameter servers. All must agree.
       token: The cluster token, or None.
-      timeout_seconds: How long to wait for the others.
+      timeout_seconds: The time to wait for the others.
 
     Returns:
-      "host:port" of every process, in order; and the reservation of this one's port, to be kept until it is in use.
+      "host:port" of every process, in order; and the reservation of this process's port, to be kept until it is in use.
 
     Raises:
       DeadlineExceededError: If process 0, or others, are not there in time.
       ClusterConfigError: If processes contradict each other.
-      HopError: If a port cannot be had, or another token is used.
+      HopError: If a port is not available, or another token is used.
 
-    Blocks: until all are there.
+    Blocks: until all are there, at most `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     if place.number == 0:
@@ -57,7 +58,7 @@ def meet(place: Place, *, num_ps: int, token: str | None, timeout_seconds: float
 
 
 class _Guest:
-    """The side of a process that is not number 0."""
+    """The part of a process other than process 0 in a rendezvous."""
 
     def __init__(self, place: Place, num_ps: int, token: str | None):
         self._place = place
@@ -76,7 +77,8 @@ class _Guest:
                     stack.pop_all()
                     return addresses, self._port
                 except (OSError, ProtocolError) as error:
-                    if not isinstance(problem, ProtocolError):  # That tells most, and later attempts may get less far.
+                    # A ProtocolError is the most useful, and later attempts may get less far.
+                    if not isinstance(problem, ProtocolError):
                         problem = error
                     if time.monotonic() + pause_seconds >= deadline:
                         raise self._too_late(problem, timeout_seconds) from problem
@@ -105,7 +107,7 @@ class _Guest:
         return addresses
 
     def _refused(self, reply: bytes) -> HopError:
-        """What a reply without a proof says."""
+        """The error in a reply without a proof."""
         try:
             messages.addresses_from_bytes(reply)
         except ProtocolError as error:
@@ -129,16 +131,16 @@ class _Guest:
 
 
 def reserve_port(host: str) -> PortReservation:
-    """A free port of this machine. It is released for the strategy to take; no other job gets it meanwhile.
+    """Reserves a free port of this machine. The strategy can take it, and no other job gets it meanwhile.
 
     Args:
-      host: Name or address of this machine, on which it will be listened on.
+      host: Name or address of this machine, on which the strategy will listen.
 
     Returns:
       The reservation, to be kept until the port is in use.
 
     Raises:
-      ClusterConfigError: If the machine cannot listen on it.
+      ClusterConfigError: If the machine cannot listen on this name or address.
     """
     try:
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
@@ -154,7 +156,7 @@ def reserve_port(host: str) -> PortReservation:
 
 
 def _receive(connection: socket.socket, limit: int, deadline: float) -> bytes:
-    """A message; raises TimeoutError if it does not come in time, ConnectionError if none comes any more."""
+    """Receives a message. Raises TimeoutError if it is late, or ConnectionError if the connection has ended."""
     received = bytearray()
     while (body := messages.take_frame(received, limit)) is None:
         connection.settimeout(_until(deadline))
@@ -166,7 +168,7 @@ def _receive(connection: socket.socket, limit: int, deadline: float) -> bytes:
 
 
 def _until(deadline: float, at_most: float = float("inf")) -> float:
-    """Seconds that are left; raises TimeoutError where there are none."""
+    """The remaining seconds. Raises TimeoutError if there are none."""
     seconds = min(at_most, deadline - time.monotonic())
     if seconds <= 0:
         raise TimeoutError("no answer came in time")

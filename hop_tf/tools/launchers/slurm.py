@@ -1,4 +1,4 @@
-"""Reads the variables that Slurm's `srun` sets: where every task of a step is. Asks no program, and is pure."""
+"""Reads the variables that Slurm's `srun` sets, to find the address of every task of a step. Runs no program."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _FIRST_PORT = "HOP_TF_FIRST_PORT"
 
 # Ports of steps without reserved ones: each step has a slot, below the ports that systems give to outgoing connections.
 _LOWEST_PORT, _PORTS_OF_A_SLOT, _NUM_SLOTS = 10240, 256, 88
-# How many slots further the next job, step, and start is: jobs with numbers that are near, such as those of an array,
-# may share nodes, so the first steps and restarts of nine of them have slots of their own.
+# The number of slots from one job, step, or restart to the next. Jobs with numbers that are near, such as those of an
+# array, may share nodes. So the first steps and restarts of nine such jobs have different slots.
 _STRIDES = {"SLURM_JOB_ID": 1, "SLURM_STEP_ID": 9, "SLURM_RESTART_COUNT": 27}
 
-# Orders of tasks that are known here: "pack" and "nopack" are said of "block".
+# Known orders of tasks. "pack" and "nopack" are options of "block".
 _BLOCK, _CYCLIC = ("", "block", "pack", "nopack", "*"), ("cyclic",)
 
 _COUNT = re.compile(r"(\d{1,18})(?:\(x(\d{1,18})\))?", re.ASCII)
 
 
 def read_slurm(environ: Mapping[str, str]) -> Place | None:
-    """The place that `srun` has given; None where it has not started this process.
+    """The place that `srun` has given, or None if `srun` has not started this process.
 
-    Task i of a node has the i-th of the step's reserved ports (`srun --resv-ports`). Without these, ports follow from
-    the numbers of the job, the step and the job's restarts, or count from HOP_TF_FIRST_PORT.
+    Task i of a node has the i-th of the step's reserved ports (`srun --resv-ports`). Without reserved ports, ports
+    follow from the numbers of the job, the step and the job's restarts, or count from HOP_TF_FIRST_PORT.
 
-    In a job of several components, and with `--distribution=plane`, variables do not tell which task is on which node.
-    Then the place has no addresses, but a `master`: the first of these ports on the node of task 0.
+    In a job of several components, and with `--distribution=plane`, variables do not tell the nodes of tasks. Then the
+    place has no addresses, but a `master`: the first of these ports on the node of task 0.
 
     Raises:
       ClusterConfigError: If variables are missing, malformed, or contradict each other.
@@ -79,10 +79,10 @@ def read_slurm(environ: Mapping[str, str]) -> Place | None:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The tasks of each node: "2(x3),1" are 2, 2, 2 and 1.
+    """The numbers of tasks of each node: "2(x3),1" are 2, 2, 2 and 1.
 
     Raises:
-      ClusterConfigError: If these are none, or more tasks than a job has.
+      ClusterConfigError: If the text is not such a list, or has more tasks than any job.
     """
     found = [_COUNT.fullmatch(part) for part in text.strip().split(",")]
     if not all(found):
@@ -93,12 +93,12 @@ def expand_counts(text: str) -> list[int]:
 
 
 def lay_out(counts: Sequence[int], distribution: str) -> list[tuple[int, int]]:
-    """Where each task is, in their order: the index of its node, and its number there.
+    """The place of each task, in order: the index of its node, and its number there.
 
     Args:
-      counts: Tasks of each node.
-      distribution: As `srun --distribution` takes it. With "cyclic" tasks go to the nodes in turn; else they fill one
-        node after another.
+      counts: The number of tasks of each node.
+      distribution: As `srun --distribution` takes it. With "cyclic" tasks go to the nodes in turn. Otherwise they fill
+        one node after another.
     """
     tasks = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     if _order(distribution) in _CYCLIC:
@@ -107,15 +107,15 @@ def lay_out(counts: Sequence[int], distribution: str) -> list[tuple[int, int]]:
 
 
 def _order(distribution: str) -> str:
-    """The order over nodes; what follows it is about sockets and cores."""
+    """The order of tasks over nodes. The rest of the text is about sockets and cores."""
     return re.split("[:,]", distribution.strip().lower())[0]
 
 
 def _host_of_task_0(environ: Mapping[str, str], hosts: Sequence[str]) -> str | None:
-    """The host of task 0, if that of others is not known; None if it is.
+    """The host of task 0, if the hosts of other tasks are not known. Otherwise None.
 
-    A job of several components names its nodes in an order of its own: task 0 is on the first node of the first
-    component that takes part in the step.
+    A job of several components names its nodes in another order. Task 0 is on the first node of the first component
+    that takes part in the step.
     """
     components = read_number(environ, _NUM_COMPONENTS) if environ.get(_NUM_COMPONENTS) else 1
     if components > 1:
@@ -154,7 +154,7 @@ def _unknown_layout(
 
 
 def _check_own(environ: Mapping[str, str], task: tuple[int, int]) -> None:
-    """Refuses an order of tasks that is not known here: addresses would belong to others."""
+    """Raises ClusterConfigError if the order of tasks is not known here: addresses would belong to other tasks."""
     names = (_NODE, _LOCAL)
     if all(name in environ for name in names) and task != tuple(read_number(environ, name) for name in names):
         raise ClusterConfigError(
@@ -165,7 +165,7 @@ def _check_own(environ: Mapping[str, str], task: tuple[int, int]) -> None:
 
 
 def _ports(environ: Mapping[str, str], count: int) -> list[int]:
-    """Ports for the tasks of a node."""
+    """The ports for the tasks of a node."""
     if environ.get(_PORTS):
         ports = [int(port) for port in expand_ranges(environ[_PORTS].strip("[]"))]
         if len(ports) < count:

@@ -1,4 +1,4 @@
-"""Reads the environment variables of launchers: which process of how many this is. Without TensorFlow, and pure."""
+"""Reads a process's place from the environment variables of launchers. Pure functions, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hop_tf.transport.addresses import LARGEST_PORT, is_address
 
 # The secret that the processes of a job share, if there is one.
 TOKEN_VARIABLE = "HOP_TF_CLUSTER_TOKEN"
-# Where rank 0 waits for the others, if MASTER_PORT is not set: PyTorch's default.
+# The port on which rank 0 waits for the others if MASTER_PORT is not set: PyTorch's default.
 _DEFAULT_MASTER_PORT = 29500
 _MASTER_ADDR = "MASTER_ADDR"
 _MASTER_PORT = "MASTER_PORT"
 _RENDEZVOUS_PORT = "HOP_TF_RENDEZVOUS_PORT"
-# "True" where torchrun itself listens on MASTER_PORT.
+# "True" if torchrun itself listens on MASTER_PORT.
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ADDRESSES = "HOP_TF_ADDRESSES"
-# This process's place in it: the second one is set in the pods of an Indexed Job of Kubernetes.
+# This process's place in the list. The second variable is set in the pods of an Indexed Job of Kubernetes.
 _NUMBERS = ("HOP_TF_NUMBER", "JOB_COMPLETION_INDEX")
 
 
@@ -28,13 +28,13 @@ class Place:
     """A process's place among those that a launcher has started.
 
     Attributes:
-      launcher: What started it, in words.
-      number: Its number among all of them, from 0.
-      num_processes: How many there are.
-      local_number: Its number among those of its machine; None where the launcher does not tell.
-      num_local: How many these are; None where the launcher does not tell.
-      addresses: "host:port" of all, in order; None where the launcher does not tell the hosts of the others.
-      master: Host and port where process 0 waits for the others, where there are no addresses and it is not alone.
+      launcher: The name of the launcher, for texts.
+      number: The number of the process among all, from 0.
+      num_processes: The number of processes.
+      local_number: The number of the process among those of its machine, or None if the launcher does not tell it.
+      num_local: The number of processes on its machine, or None if the launcher does not tell it.
+      addresses: "host:port" of all, in order, or None if the launcher does not tell the hosts of the others.
+      master: Host and port at which process 0 waits for the others, if there are no addresses and several processes.
     """
 
     launcher: str
@@ -47,9 +47,9 @@ class Place:
 
 
 def read_addresses(environ: Mapping[str, str]) -> Place | None:
-    """The place in HOP_TF_ADDRESSES, which lists "host:port" of all; None without it.
+    """The place in HOP_TF_ADDRESSES, which lists "host:port" of all processes. None if it is not set.
 
-    Which of them this process is, HOP_TF_NUMBER tells, or else the JOB_COMPLETION_INDEX of Kubernetes.
+    HOP_TF_NUMBER tells the number of this process, or otherwise the JOB_COMPLETION_INDEX of Kubernetes.
 
     Raises:
       ClusterConfigError: If variables are missing, malformed or contradict each other.
@@ -78,7 +78,7 @@ def read_addresses(environ: Mapping[str, str]) -> Place | None:
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, or who sets the same variables, has given; None without RANK.
+    """The place that torchrun, or a launcher with the same variables, has given. None without RANK.
 
     Raises:
       ClusterConfigError: If variables are missing or contradict each other.
@@ -90,7 +90,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Place | None:
 
 
 def read_open_mpi(environ: Mapping[str, str]) -> Place | None:
-    """The place that Open MPI's mpirun has given; None without OMPI_COMM_WORLD_RANK.
+    """The place that Open MPI's mpirun has given. None without OMPI_COMM_WORLD_RANK.
 
     Raises:
       ClusterConfigError: If variables are missing or contradict each other.
@@ -103,9 +103,9 @@ def read_open_mpi(environ: Mapping[str, str]) -> Place | None:
 
 
 def read_pmi(environ: Mapping[str, str]) -> Place | None:
-    """The place that a launcher with PMI (MPICH's mpirun, Intel's) or PMIx has given; None without PMI_RANK, PMIX_RANK.
+    """The place that a launcher with PMI (MPICH's mpirun, Intel's) or PMIx has given. None without PMI_RANK, PMIX_RANK.
 
-    PMIx does not tell the number of processes in a variable: then WORLD_SIZE has it.
+    PMIx does not tell the number of processes in a variable. Then OMPI_COMM_WORLD_SIZE or WORLD_SIZE must have it.
 
     Raises:
       ClusterConfigError: If variables are missing or contradict each other.
@@ -121,7 +121,7 @@ def read_pmi(environ: Mapping[str, str]) -> Place | None:
 
 
 def check_no_halves(environ: Mapping[str, str]) -> None:
-    """Refuses what a launcher sets beside a rank, where there is no rank: this process would train alone by mistake.
+    """Refuses variables of a launcher without a rank. Otherwise this process would train alone by mistake.
 
     Raises:
       ClusterConfigError: If there are such variables.
@@ -136,10 +136,10 @@ def check_no_halves(environ: Mapping[str, str]) -> None:
 
 
 def read_number(environ: Mapping[str, str], name: str, largest: int | None = None) -> int:
-    """A variable that holds a number of at least 0.
+    """Parses a variable that holds a number of at least 0.
 
     Raises:
-      ClusterConfigError: If it holds anything else, or more than `largest`.
+      ClusterConfigError: If the variable holds anything else, or more than `largest`.
     """
     text = environ[name].strip()
     bound = "" if largest is None else f" to {largest}"

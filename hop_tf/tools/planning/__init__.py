@@ -1,8 +1,8 @@
-"""Which strategy to take: what settings of all five would cost on given links, with steps of given durations.
+"""The choice of a strategy: the costs of settings of all five on given links, with steps of given durations.
 
 candidates   the settings that are compared, and the model or simulation of each
-accuracy     what settings have cost in accuracy, where it was measured
-comparison   what each would cost, and which are best
+accuracy     the measured changes of accuracy with some settings
+comparison   the costs of all settings, and the best ones
 """
 
 from hop_tf.tools.planning.accuracy import Change

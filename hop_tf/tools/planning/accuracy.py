@@ -1,4 +1,4 @@
-"""What settings have cost in accuracy, where it was measured: the tables of `benchmarks/README.md`.
+"""The measured changes of accuracy with some settings, from the tables of `benchmarks/README.md`.
 
 `tests/tools/planning/accuracy_test.py` compares these numbers with the tables.
 """
@@ -14,10 +14,10 @@ class Change:
     """A difference in accuracy.
 
     Attributes:
-      task: What was trained.
-      points: Percentage points above that of the reference; negative: below.
-      section: The section of `benchmarks/README.md` that tells how.
-      reference: What it is compared with.
+      task: The training task.
+      points: Percentage points above the reference. Negative: below.
+      section: The section of `benchmarks/README.md` that describes the measurement.
+      reference: The training that it is compared with.
     """
 
     task: str
@@ -69,12 +69,12 @@ _TABLES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
 
 
 def changes(section: str, row: str) -> tuple[Change, ...]:
-    """What a row of a table says; see `_TABLES`."""
+    """The changes in a row of a table. See `_TABLES`."""
     reference = "HopStrategy without slow ranks" if section == _HOP else Change.reference
     return tuple(Change(task, points, section, reference) for task, points in _TABLES[section][row].items())
 
 
-# By name of the settings in `hop_tf.planning.candidates`. What is not here was not measured.
+# By name of the settings in `hop_tf.planning.candidates`. Other settings were not measured.
 CHANGES: Mapping[str, tuple[Change, ...]] = {
     "pipe:1:truncate16": changes(_PIPE_SGD, "D-Sync, truncate16"),
     "pipe:1:int8": changes(_PIPE_SGD, "D-Sync, int8"),

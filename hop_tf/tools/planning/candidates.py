@@ -1,4 +1,4 @@
-"""The settings of the five strategies that are compared, and what each would cost.
+"""The settings of the five strategies that are compared, and the model or simulation of each.
 
     Pipe-SGD   model: a schedule of steps and all-reduces (`lock_step_seconds`), Equation 6 for segments
     DTS        model: the same schedule, with windows
@@ -6,9 +6,9 @@
     Canary     model: synchronous as Pipe-SGD with width 1; asynchronous by `free_running_seconds`
     SHAT       model: `server_seconds`
 
-Memory is counted, not measured, in copies of the trained variables that a rank has beyond training alone: what a
-strategy keeps between steps, what is under way, and what has come and is not used yet. An optimizer is taken to have
-one slot, as momentum.
+Memory is counted, not measured, in copies of the trained variables that a rank has in addition to those of training
+alone: state that a strategy keeps between steps, messages in flight, and messages that have come and are not used yet.
+An optimizer is assumed to have one slot, such as momentum.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DTS_SETTINGS = tuple(itertools.product(((4, 4), (20, 12)), (None, "int8", "top_
 _NUM_SLOTS = 1
 # Defaults of `CanaryStrategy`.
 _NUM_COLAYERS, _MAX_IN_FLIGHT = 10, 4
-# A simulation of many ranks takes longer, of fewer steps.
+# A simulation of many ranks takes longer, so it makes fewer steps.
 _SIMULATED_STEPS, _MIN_STEPS, _MAX_STEPS = 480, 40, 96
 _FEW_RANKS = 8
 _BOTH = {"num_backup_workers": 1, "max_staleness": 5}
@@ -55,12 +55,12 @@ _SKIP = "skip=hop_tf.SkipIterations()"
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What settings give with steps of given durations.
+    """The costs of settings with steps of given durations.
 
     Attributes:
       step_seconds: Duration of a step of `fit`.
       memory: Copies of the trained variables.
-      trained_share: The share of all batches that are trained on; the others are passed over.
+      trained_share: The share of all batches that are trained on. The others are skipped.
     """
 
     step_seconds: float
@@ -75,11 +75,11 @@ class Candidate:
     Attributes:
       name: A short name.
       strategy: Name of the strategy.
-      call: How to make it.
-      bytes_per_step: What a rank sends in a step.
-      outcome: `outcome(durations)` is what the settings give with steps of these durations, an array [n, T].
-      is_simulated: Whether that is a simulation of the strategy's protocol; otherwise it is a model.
-      needs: What it takes beyond the ranks; empty: nothing.
+      call: The call that makes the strategy.
+      bytes_per_step: The bytes that a rank sends in a step.
+      outcome: `outcome(durations)` returns the costs with steps of these durations, an array [n, T].
+      is_simulated: True if `outcome` simulates the strategy's protocol. Otherwise it is a model.
+      needs: The machines that the strategy needs in addition to the ranks. Empty: none.
     """
 
     name: str
@@ -92,12 +92,12 @@ class Candidate:
 
     @property
     def changes(self) -> tuple[Change, ...] | None:
-        """What it has cost in accuracy; None where that was not measured. Synchronous training is what is compared."""
+        """The measured changes of accuracy, or None if not measured. Empty for synchronous training, the reference."""
         return () if self.name == "pipe:1" else CHANGES.get(self.name)
 
 
 def candidates(measurement: Measurement) -> list[Candidate]:
-    """All that are compared; those that change training least first."""
+    """All candidates, those that change training least first."""
     makers = (_pipe_sgd, _canary_synchronous, _hop, _canary, _shat, _dts)
     return [candidate for make in makers for candidate in make(measurement.typical)]
 
@@ -119,7 +119,7 @@ def _pipe_sgd(measurement: Measurement) -> Iterator[Candidate]:
             strategy="Pipe-SGD",
             call=_call(
                 "PipeSGDStrategy",
-                f"codec={codec!r}",  # What is not told would be chosen.
+                f"codec={codec!r}",  # Given also if None: otherwise ranks would choose it.
                 pipeline_width=width,
                 num_segments=number if (number := plan.num_segments) > 1 else None,
                 algorithm=plan.algorithm,
@@ -130,7 +130,7 @@ def _pipe_sgd(measurement: Measurement) -> Iterator[Candidate]:
 
 
 def _shortest(plans: Sequence[Plan | DTSPlan]) -> Plan | DTSPlan:
-    """The first one of those within 2 % of the shortest step."""
+    """The first plan whose step is within 2 % of the shortest one."""
     shortest = min(plan.step_seconds for plan in plans)
     return next(plan for plan in plans if plan.step_seconds <= shortest * (1 + RESOLUTION))
 
@@ -140,14 +140,14 @@ def _in_lock_step(measurement: Measurement, plan: Plan, durations: np.ndarray) -
         seconds = lock_step_seconds(
             durations, delay=plan.pipeline_width - 1, sending_seconds=plan.communication_seconds
         )
-        # Gradients that are under way; weights and slots from before their own stand-ins; a mean.
+        # Gradients in flight; weights and slots from before the own gradients that stand in; a mean.
         return Outcome(seconds, plan.pipeline_width - 1 + (1 + _NUM_SLOTS) + 1)
     exposed = plan.step_seconds - measurement.step.seconds
-    # In a mesh the last one's pieces go to all others, one after the other, and the mean of the last piece comes back.
+    # In a mesh the last rank's pieces go to all others, one after the other, and the mean of the last piece comes back.
     n = measurement.world_size
     own_share = n / (2 * n - 2) if plan.algorithm == "mesh" else 1.0
     seconds = lock_step_seconds(durations, sending_seconds=exposed, own_share=own_share)
-    return Outcome(seconds, 2)  # What is sent, and the mean.
+    return Outcome(seconds, 2)  # The gradients that are sent, and the mean.
 
 
 def _canary_synchronous(measurement: Measurement) -> Iterator[Candidate]:
@@ -181,7 +181,7 @@ def _dts(measurement: Measurement) -> Iterator[Candidate]:
         yield Candidate(
             name=_name("dts", delay, interval, codec),
             strategy="DTS",
-            call=_call(  # What is not told would be chosen.
+            call=_call(  # The codec is given also if None: otherwise ranks would choose it.
                 "DTSStrategy", f"codec={codec!r}", delay=delay, interval=interval, algorithm=plan.algorithm
             ),
             bytes_per_step=plan.bytes_per_step,
@@ -197,7 +197,7 @@ def _in_windows(plan: DTSPlan, selecting_seconds: float, durations: np.ndarray) 
         sending_seconds=plan.sending_seconds,
         latency_seconds=plan.window_seconds - plan.sending_seconds,
     )
-    # Two, one for each window that is not merged, and what that one sends.
+    # Merged weights and weights at the last window's end, and for each window in flight its change and its message.
     return Outcome(seconds, 2 + 2 * math.ceil(plan.delay / plan.interval))
 
 
@@ -237,8 +237,8 @@ def _hop_candidate(
             links=_links(measurement.network, num_ranks),
             num_values=round(measurement.num_bytes / FLOAT32_BYTES),
         )
-        # In the long run all are as slow as the slowest one, which others run away from for a while.
-        # What a rank sends, the change that it gets, and what has come.
+        # Others may run ahead for a while, but in the long run all are as slow as the slowest rank.
+        # Memory: parameters that a rank sends, the change that it gets, and updates that have come.
         return Outcome(float(found.rank_seconds.max()), 2 + found.most_updates, found.made_share)
 
     return Candidate(
@@ -267,9 +267,9 @@ def _canary(measurement: Measurement) -> Iterator[Candidate]:
 
 def _free_running(measurement: Measurement, codec: str | None, durations: np.ndarray) -> Outcome:
     network, member = measurement.network, codecs.get(codec)
-    # A half of what an all-reduce sends goes to those who sum pieces up, and a half comes back.
+    # Half of the bytes of an all-reduce go to the ranks that sum pieces up, and half come back.
     sending = _all_reduce_bytes(measurement, codec, "mesh") * network.seconds_per_byte * network.mesh_slowdown / 2
-    # The step itself sketches.
+    # Sketching takes place in the step itself.
     sketching = measurement.codec_seconds_per_byte[member.name] * _float32_bytes(measurement)
     seconds, share = free_running_seconds(
         durations + sketching,
@@ -309,7 +309,7 @@ def _served(measurement: Measurement, num_servers: int, durations: np.ndarray) -
         answering_seconds=seconds,
         round_trip_seconds=2 * network.latency_seconds,
     )
-    return Outcome(step_seconds, 2)  # What a worker pushes, and the answer.
+    return Outcome(step_seconds, 2)  # A worker's push, and the answer.
 
 
 # Names and sizes.
@@ -320,16 +320,16 @@ def _num_simulated_steps(durations: np.ndarray) -> int:
 
 
 def _num_simulated_ranks(durations: np.ndarray) -> int:
-    """All, or where they are alike, a few: in rings each does what the others do, however many there are.
+    """The number of ranks to simulate: all, or only a few if they are alike, because in rings all do the same.
 
-    A rank of a ring with chords has as many neighbors in every even, or odd, world of more than 5.
+    In a ring with chords, the number of neighbors is equal in all even worlds, and in all odd worlds, of more than 5.
     """
     n = len(durations)
     return _FEW_RANKS + n % 2 if n > _FEW_RANKS + 1 and np.ptp(durations) == 0 else n
 
 
 def _links(network: NetworkCosts, n: int) -> Links:
-    """What a rank sends to several others at once shares its card."""
+    """The links of n ranks. Messages of a rank to several others at the same time share its card."""
     with np.errstate(divide="ignore"):
         rates = 1 / np.full(n, network.seconds_per_byte)
     return Links(np.full((n, n), network.latency_seconds), np.full((n, n), math.inf), rates)

@@ -1,4 +1,4 @@
-"""`compare`: what settings of all strategies would cost, and `best`: those to look at first."""
+"""`compare`: the costs of settings of all strategies, and `best`: the settings to look at first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NUM_STEPS = 192
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What settings would cost.
+    """The predicted costs of settings.
 
     Attributes:
       name, strategy, call, bytes_per_step, is_simulated, needs, changes: See `Candidate`.
-      step_seconds: Duration of a step of `fit`, with the steps of the ranks as they were measured.
+      step_seconds: Duration of a step of `fit`, with the measured steps of the ranks.
       trained_share: The share of all batches that are trained on.
       alike_seconds: Duration of a step if all ranks were like most of them.
-      memory_bytes: What a rank has beyond training alone. See `hop_tf.planning.candidates`.
+      memory_bytes: Memory of a rank in addition to that of training alone. See `hop_tf.planning.candidates`.
     """
 
     name: str
@@ -42,20 +42,20 @@ class Prediction:
 
     @property
     def batch_seconds(self) -> float:
-        """Time in which all ranks together train on a batch of each: what is compared."""
+        """The time in which all ranks together train on a batch of each. Predictions are compared by this time."""
         return self.step_seconds / self.trained_share
 
 
 def compare(measurement: Measurement) -> list[Prediction]:
-    """What each of the settings would cost, those that change training least first.
+    """Predicts the costs of all settings, those that change training least first.
 
-    Takes some seconds where there are many ranks: see `hop_tf.planning.candidates`.
+    Takes some seconds with many ranks: see `hop_tf.planning.candidates`.
 
     Args:
       measurement: The links and steps, measured (`hop_tf.timing.measure`) or assumed.
 
     Raises:
-      ValueError: If it is of less than two ranks, or its steps take no time.
+      ValueError: If the measurement has less than two ranks, or its steps take no time.
     """
     if measurement.world_size < 2:
         raise ValueError(f"`world_size` must be at least 2. Received: world_size={measurement.world_size}.")
@@ -65,7 +65,7 @@ def compare(measurement: Measurement) -> list[Prediction]:
 
 
 def predict(candidate: Candidate, measurement: Measurement) -> Prediction:
-    """What one of the settings would cost; see `compare`."""
+    """Predicts the costs of a candidate. See `compare`."""
     alike = np.full((measurement.world_size, _NUM_STEPS), measurement.typical_step.seconds)
     if_alike = candidate.outcome(alike)
     found = candidate.outcome(measurement.durations(_NUM_STEPS)) if measurement.rank_seconds else if_alike
@@ -85,15 +85,15 @@ def predict(candidate: Candidate, measurement: Measurement) -> Prediction:
 
 
 def best(predictions: Sequence[Prediction], number: int = 3) -> list[Prediction]:
-    """Of each strategy one, and of these the fastest.
+    """Returns the best settings of each strategy, the fastest first.
 
-    Of a strategy, settings that change training more, by the order of `compare`, have to be worth it: as ranks choose
-    that choose by times (`hop_tf.runtime.choosing`). Strategies that are within 2 % of the fastest one count as
-    equal, and so on: then that order decides.
+    Within a strategy, settings that come later in the order of `compare` change training more. They must be worth it,
+    by the rule of ranks that choose by times (`hop_tf.runtime.choosing`). Strategies within 2 % of the fastest one
+    count as equal, and so do those in each further 2 %. The order of `compare` then decides.
 
     Args:
-      predictions: All, as `compare` gives them.
-      number: How many to return at most.
+      predictions: All predictions, as `compare` returns them.
+      number: The most settings to return.
     """
     of_strategy: dict[str, list[Prediction]] = {}
     for each in predictions:

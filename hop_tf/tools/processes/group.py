@@ -28,8 +28,8 @@ class Process:
     """A process started by a `ProcessServer`: the leader of a process group of its own.
 
     Attributes:
-      pid: Its id, which is also its group's.
-      exit_code: None while it runs; afterwards the exit code, or minus the number of the signal that ended it.
+      pid: The id of the process and of its group.
+      exit_code: None while the process runs. Then its exit code, or minus the number of the signal that ended it.
     """
 
     def __init__(self, order_id: int, condition: threading.Condition):
@@ -44,26 +44,26 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """True if the process has not ended."""
         return self.exit_code is None
 
     @property
     def start_time(self) -> float:
-        """When it was started, on `time.monotonic`'s clock."""
+        """The time at which the process was started, on `time.monotonic`'s clock."""
         return self._started
 
     @property
     def end_time(self) -> float | None:
-        """When its end was noticed, on `time.monotonic`'s clock."""
+        """The time at which the process's end was noticed, on `time.monotonic`'s clock, or None."""
         return self._ended
 
     @property
     def seconds(self) -> float:
-        """How long it has run, or ran."""
+        """The seconds for which the process has run so far, or ran."""
         return (self._ended or time.monotonic()) - self._started
 
     def send_signal(self, signum: int) -> None:
-        """Signals the whole group, as a terminal does; nothing happens once the process has been released."""
+        """Signals the whole group, as a terminal does. Does nothing after the process was released."""
         with self._condition:
             if not self._released:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -82,19 +82,19 @@ class Process:
 
 
 class ProcessServer:
-    """Starts processes that cannot outlive this one; see `hop_tf.tools.processes.server` for how.
+    """Starts processes that cannot outlive this one. `hop_tf.tools.processes.server` explains the mechanism.
 
     Args:
-      preload: Modules to import in the server. With them `start(call=...)` forks processes in which they are already
-        there; the server counts its threads and `can_fork` tells whether that is safe.
-      timeout_seconds: Longest time for the server to come up, imports included. The constructor does not wait for it.
+      preload: Modules to import in the server. `start(call=...)` then forks processes that already have them. That is
+        safe only if `can_fork` is True.
+      timeout_seconds: The longest time for the server to come up, including imports. The constructor does not wait.
     """
 
     def __init__(self, *, preload: Sequence[str] = (), timeout_seconds: float = 180.0):
         self.condition = threading.Condition()
         self._sending = threading.Lock()
         self._order_ids = itertools.count()
-        self._processes: dict[int, Process] = {}  # by the id of the order that started them
+        self._processes: dict[int, Process] = {}  # By the id of the order that started the process.
         self._num_threads: int | None = None
         self._error: str | None = None
         self._connected = True
@@ -111,7 +111,7 @@ class ProcessServer:
         self._send({"sys_path": [os.path.abspath(path) for path in sys.path], "preload": self._preload})
 
     def _run(self, file_descriptor: int) -> subprocess.Popen:
-        # One thread per numeric library: a forked process inherits none of them, but the locks that they may hold.
+        # One thread per numeric library: a forked process inherits no other threads, but the locks that they may hold.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         return subprocess.Popen(
             [sys.executable, "-u", "-P", process_server.__file__, str(file_descriptor)],
@@ -125,12 +125,12 @@ class ProcessServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the server still serves."""
+        """True if the server still serves."""
         return self._connected and self._error is None
 
     @property
     def can_fork(self) -> bool:
-        """Whether the server has one thread only, so that forking it is safe. Blocks until the server is ready."""
+        """True if the server has only one thread, so that forking it is safe. Blocks until the server is ready."""
         self.wait_until_ready()
         return self._num_threads == 1
 
@@ -138,7 +138,7 @@ class ProcessServer:
         """Waits until the server has imported its modules.
 
         Raises:
-          ProcessError: If it does not come up, for instance because a module cannot be imported.
+          ProcessError: If the server does not come up, for instance because a module cannot be imported.
 
         Blocks: for at most the constructor's `timeout_seconds`.
         """
@@ -162,16 +162,17 @@ class ProcessServer:
         """Starts a process with a group of its own, without a terminal and with an empty standard input.
 
         Args:
-          output: File descriptor for its standard output and standard error. The caller keeps and closes its own.
-          environment: All its environment variables.
-          argv: The program and its arguments; or
-          call: (module, function, JSON-able arguments) to run in a fork of the server, which must be able to.
+          output: File descriptor for standard output and standard error of the process. The caller must close its own
+            copy.
+          environment: All environment variables of the process.
+          argv: The program and its arguments. Give either `argv` or `call`.
+          call: (module, function, JSON-able arguments) to run in a fork of the server. `can_fork` must be True.
 
         Returns:
           The running process.
 
         Raises:
-          ProcessError: If it cannot be started, or the server is not up.
+          ProcessError: If the process cannot be started, or the server is not up.
 
         Blocks: until the server is up and the process exists, which takes a few milliseconds.
         """
@@ -196,14 +197,14 @@ class ProcessServer:
         return process
 
     def wait_until(self, predicate: Callable[[], object], timeout_seconds: float) -> bool:
-        """Waits until `predicate()` holds; it is asked whenever a process starts or ends. Returns whether it does."""
+        """Waits until `predicate()` holds. It is called whenever a process starts or ends. Returns True if it holds."""
         with self.condition:
             return bool(self.condition.wait_for(predicate, timeout_seconds))
 
     def remove(self, processes: Sequence[Process]) -> None:
-        """Kills `processes` where they still run, and whatever is left in their groups.
+        """Kills those of `processes` that still run, and all processes that are left in their groups.
 
-        Blocks: until the system has taken them away; at most ten seconds.
+        Blocks: until the processes have ended; at most ten seconds.
         """
         for process in processes:
             if process.running:
@@ -222,9 +223,9 @@ class ProcessServer:
         self.remove(processes)
         atexit.unregister(self.close)
         with contextlib.suppress(OSError):
-            self._control.shutdown(socket.SHUT_WR)  # the server carries out what it was told, then ends
+            self._control.shutdown(socket.SHUT_WR)  # The server carries out its orders, then ends.
         if self._num_threads is None:
-            self._server.kill()  # in the middle of an import, and without children
+            self._server.kill()  # It is still importing modules, and has no children.
         self._end_server()
         self._listener.join(_CLOSE_SECONDS)
         self._control.close()

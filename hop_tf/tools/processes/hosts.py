@@ -1,4 +1,4 @@
-"""A cluster on several machines: their list, which process runs where, and how it is started there by `ssh`."""
+"""A cluster on several machines: the list of machines, the placement of processes, and their start by `ssh`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hop_tf.tools.processes.remote import make_order
 DEFAULT_FIRST_PORT = 7400
 _LARGEST_PORT = 65535
 
-# Nobody can be asked for a password. Who does not answer is given up, and so is a connection that is dead. Options of
-# the user come first, and ssh takes the first value of an option.
+# BatchMode, because there is nobody to ask for a password. The timeouts give up machines that do not answer, and dead
+# connections. The user's options come first, and ssh takes the first value of an option.
 _SSH_OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes"),
@@ -38,10 +38,10 @@ class Host:
     """A machine.
 
     Attributes:
-      name: Its name or address, IPv6 in brackets, under which the ranks reach it.
-      user: Whom to log in as; None for what ssh does by itself.
-      num_workers: How many workers run there.
-      is_local: Whether it is this machine, where no ssh is needed.
+      name: The name or address, IPv6 in brackets, under which the ranks reach the machine.
+      user: The user to log in as, or None for ssh's default.
+      num_workers: The number of workers there.
+      is_local: True if the machine is this one, which needs no ssh.
     """
 
     name: str
@@ -51,18 +51,18 @@ class Host:
 
     @property
     def login(self) -> str:
-        """As ssh takes it."""
+        """The destination for ssh, with the user if there is one."""
         name = self.name.strip("[]")
         return f"{self.user}@{name}" if self.user else name
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """How to start a process.
+    """The command that starts a process.
 
     Attributes:
       argv: The program and its arguments.
-      environment: All its environment variables.
+      environment: All environment variables of the process.
     """
 
     argv: list[str]
@@ -71,11 +71,11 @@ class Command:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """How processes are started on machines.
+    """Options for starting processes on machines.
 
     Attributes:
       hosts: The machines.
-      first_port: Port of the first process of each machine; the next ones follow.
+      first_port: Port of the first process of each machine. The next processes have the next ports.
       ssh: The ssh command, and options of the user.
     """
 
@@ -91,20 +91,21 @@ class HostOptions:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers on all machines."""
+        """The number of workers on all machines."""
         return sum(host.num_workers for host in self.hosts)
 
     @property
     def all_local(self) -> bool:
-        """Whether there is this machine only."""
+        """True if all processes run on this machine."""
         return all(host.is_local for host in self.hosts)
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Reads a list such as "a,user@b:4,[fd00::1]:2": names, each with its number of workers, by default one.
+    """Parses a list such as "a,user@b:4,[fd00::1]:2": names, each with its number of workers, by default one.
 
     Raises:
-      ValueError: If it is none, a machine is listed twice, or others cannot reach this one under its name.
+      ValueError: If the text is not such a list, or a machine is listed twice. Also if there are other machines and
+        this machine's name is a loopback address.
     """
     hosts = tuple(_parse_host(part, text) for part in text.split(","))
     names = [host.name for host in hosts]
@@ -130,7 +131,7 @@ def _parse_host(part: str, text: str) -> Host:
 
 
 def _is_this_machine(name: str) -> bool:
-    """Whether a name is that of this machine, or one of its addresses other than loopback ones."""
+    """True if a name is this machine's name, "localhost", or one of its addresses except loopback addresses."""
     own = socket.gethostname().lower()
     if name.lower() in ("localhost", own, own.partition(".")[0]):
         return True
@@ -151,13 +152,13 @@ def _is_this_machine(name: str) -> bool:
 def _is_loopback(name: str) -> bool:
     try:
         found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
-    except OSError:  # A name that is not known here is not of use here, which the rank will tell.
+    except OSError:  # The rank will report a name that is not known here.
         return False
     return all(ipaddress.ip_address(address[0].partition("%")[0]).is_loopback for *_, address in found)
 
 
 def place_tasks(tasks: Sequence[Task], options: HostOptions) -> dict[Task, tuple[Host, str]]:
-    """Which machine and "host:port" each task has: workers fill one machine after another, servers go in turn.
+    """Assigns a machine and a "host:port" to each task. Workers fill one machine after another, servers go in turn.
 
     Raises:
       ValueError: If there are not enough ports.
@@ -188,18 +189,18 @@ def host_commands(
     arguments: Sequence[str],
     environment: Mapping[str, str],
 ) -> dict[Task, Command]:
-    """How to start each task, from this machine.
+    """Returns the commands that start each task, from this machine.
 
     Args:
       tasks: The tasks of the job.
       options: The machines.
-      python: The interpreter on all of them.
-      script: The script, from the directory that this process works in, on all of them.
-      arguments: Its arguments.
-      environment: Variables to set; the processes of this machine inherit those of this process, too.
+      python: The path of the interpreter on all machines.
+      script: The path of the script on all machines, from the working directory of this process.
+      arguments: Arguments of the script.
+      environment: Variables to set. The processes of this machine also inherit those of this process.
 
     Returns:
-      For a task of this machine the script itself; for others, the relay that runs it there.
+      For a task of this machine the command of the script itself. For others, the relay that runs the script there.
     """
     places = place_tasks(tasks, options)
     configs = make_tf_configs(tasks, [address for _, address in places.values()])
@@ -231,7 +232,7 @@ def host_commands(
 
 
 def _remote_command(python: str, host: str) -> str:
-    """What the shell of the other machine is to run."""
+    """Returns the shell command for the other machine."""
     path = os.pathsep.join(
         os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry
     )

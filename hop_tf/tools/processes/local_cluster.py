@@ -1,4 +1,4 @@
-"""A cluster on one machine: its tasks, their ports and `TF_CONFIG`, and how they share cores and GPUs."""
+"""A cluster on one machine: its tasks, their ports and `TF_CONFIG`, and their shares of cores and GPUs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _EPHEMERAL_PORTS = (32768, 60999)
 
 
 class ProcessError(HopError):
-    """A process could not be started or supervised."""
+    """Raised if a process could not be started or supervised."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Task:
-    """One process of a job, named as `TF_CONFIG` names it.
+    """One process of a job, named as in `TF_CONFIG`.
 
     Attributes:
       type: "worker" or "ps".
-      index: Number among the tasks of that type. A worker's is its rank.
+      index: The number among the tasks of that type. A worker's index is its rank.
     """
 
     type: str
@@ -41,7 +41,7 @@ class Task:
 
     @property
     def file_stem(self) -> str:
-        """Name for the task's files, for instance "worker_2"."""
+        """The name for the task's files, for instance "worker_2"."""
         return f"{self.type}_{self.index}"
 
 
@@ -67,7 +67,7 @@ def make_tf_configs(tasks: Sequence[Task], addresses: Sequence[str]) -> dict[Tas
 
 
 def available_cores() -> int:
-    """Number of cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -75,7 +75,7 @@ def thread_limits(num_workers: int) -> dict[str, str]:
     """Returns environment variables that let `num_workers` TensorFlow processes share this machine's cores.
 
     Every worker gets cores / num_workers threads per pool, at least one. TensorFlow's pool for whole operations
-    (inter-op) keeps at least two: with one, an operation that waits for a peer would stop the computation beside it.
+    (inter-op) keeps at least two: with one, an operation that waits for a peer would stop other computation.
     """
     share = max(1, available_cores() // num_workers)
     return {
@@ -88,19 +88,19 @@ def thread_limits(num_workers: int) -> dict[str, str]:
 class PortReservation:
     """Distinct free TCP ports, by default on the loopback interface, held until the processes that use them start.
 
-    The ports lie below the range from which the system serves outgoing connections, so that between `release` and
-    the moment at which the new owner binds its port, no connection takes it by chance. Another reservation cannot
-    have it either until this one is closed: each port's name is held as well, as an abstract Unix socket.
+    The ports lie below the system's range for outgoing connections. So no connection takes a port by chance between
+    `release` and the moment at which the new owner binds the port. Other reservations cannot have it until this one is
+    closed, because each port's name is also held, as an abstract Unix socket.
 
     Args:
       count: Number of ports.
-      host: Name or address of this machine on which they are to be free.
+      host: Name or address of this machine on which the ports are to be free.
 
     Attributes:
       ports: The port numbers.
 
     Raises:
-      ProcessError: If there are not so many free ports.
+      ProcessError: If there are fewer than `count` free ports.
     """
 
     def __init__(self, count: int, host: str = _HOST):
@@ -116,11 +116,11 @@ class PortReservation:
             raise
 
     def release(self) -> None:
-        """Frees the ports for the processes they were reserved for. The names stay taken until `close`."""
+        """Frees the ports for the processes that will use them. The names stay taken until `close`."""
         self._sockets.close()
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Frees the ports and their names."""
         self._sockets.close()
         self._names.close()
 
@@ -144,7 +144,7 @@ class PortReservation:
 
 
 def _candidate_ports():
-    """Ports below the ephemeral range in random order, the same for no two jobs whatever seeds a program sets."""
+    """Ports below the ephemeral range in random order. The order does not depend on seeds that a program sets."""
     first_ephemeral = _EPHEMERAL_PORTS[0]
     with contextlib.suppress(OSError), open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first_ephemeral = int(file.read().split()[0])
@@ -154,10 +154,10 @@ def _candidate_ports():
 
 
 def hold_port(port: int) -> contextlib.AbstractContextManager:
-    """Keeps a port from the reservations of other jobs, whether it is in use or not. To be closed.
+    """Keeps a port from the reservations of other jobs, even if the port is in use. The caller must close the result.
 
     Raises:
-      ProcessError: If another job has reserved it.
+      ProcessError: If another job has reserved the port.
     """
     try:
         return _hold_name(port)
@@ -187,10 +187,10 @@ def task_environments(
     Args:
       tasks: The tasks of the job.
       ports: One port per task.
-      base: Variables to start from. What the user set there about threads and GPUs stays.
+      base: Variables to start from. The user's values for threads and GPUs stay.
 
     Returns:
-      What `share_of_machine` has, and `TF_CONFIG`.
+      For each task, the variables of `share_of_machine`, and `TF_CONFIG`.
     """
     configs = make_tf_configs(tasks, [f"{_HOST}:{port}" for port in ports])
     num_workers = sum(task.type == "worker" for task in tasks)
@@ -205,9 +205,9 @@ def share_of_machine(base: Mapping[str, str], *, num_workers: int, index: int | 
     """Returns `base` with the limits of `thread_limits`, and the GPUs that `gpu_assignments` has for a worker.
 
     Args:
-      base: Variables to start from. What is set there about threads and GPUs stays.
+      base: Variables to start from. Values for threads and GPUs stay.
       num_workers: Number of workers on this machine.
-      index: The worker's number among these; None for a parameter server, which gets no GPU.
+      index: The worker's number among these, or None for a parameter server, which gets no GPU.
     """
     if index is not None:
         gpu = gpu_assignments(num_workers, base)[index]
@@ -219,10 +219,9 @@ def share_of_machine(base: Mapping[str, str], *, num_workers: int, index: int | 
 def gpu_assignments(num_workers: int, base: Mapping[str, str]) -> list[dict[str, str]]:
     """Returns the environment variables that share this machine's NVIDIA GPUs among the workers.
 
-    Each worker sees its part of them, or as many as `DEVICES_VARIABLE` says; one GPU at least, and in turn where there
-    are not enough. Which GPUs there are is up to `CUDA_VISIBLE_DEVICES`, by default all. Workers that have to share a
-    GPU take its memory as they need it, rather than all of it at their start, unless `TF_FORCE_GPU_ALLOW_GROWTH` says
-    otherwise.
+    Each worker sees its part of the GPUs, or as many as `DEVICES_VARIABLE` says, at least one. If there are too few,
+    workers take them in turn. `CUDA_VISIBLE_DEVICES` limits the GPUs, by default to all. Workers that share a GPU take
+    its memory as they need it, not all of it at their start, unless `TF_FORCE_GPU_ALLOW_GROWTH` says otherwise.
 
     Raises:
       ProcessError: If a worker is to have more GPUs than there are.

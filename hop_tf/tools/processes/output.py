@@ -30,8 +30,8 @@ _CONSOLE_LINES = 10000
 class LineAssembler:
     """Turns a terminal's character stream into lines as they look in the end.
 
-    A progress bar rewrites its line with carriage returns and backspaces; only what is there when the line ends
-    becomes a line. Colours and other escape sequences are left out, and a line of more than 64 KiB is broken.
+    A progress bar rewrites its line with carriage returns and backspaces. Only the text at the end of the line becomes
+    a line. Colours and other escape sequences are left out, and a line of more than 64 KiB is broken.
     """
 
     def __init__(self):
@@ -45,7 +45,7 @@ class LineAssembler:
         return self._line.rstrip()
 
     def feed(self, text: str) -> list[str]:
-        """Takes the next characters; returns the lines that they complete."""
+        """Takes the next characters. Returns the lines that they complete."""
         text, self._held_back = self._held_back + text, ""
         if incomplete := _INCOMPLETE_ESCAPE.search(text):
             text, self._held_back = text[: incomplete.start()], text[incomplete.start() :]
@@ -77,12 +77,12 @@ class LineAssembler:
 
 
 class TaskOutput:
-    """What one process prints: lines in memory and in a log file.
+    """The output of one process: lines in memory and in a log file.
 
     Args:
       name: The process's name, for messages.
-      log_path: File for its lines; one that exists is overwritten.
-      num_kept_lines: How many of the last lines stay in memory; None for all.
+      log_path: File for the lines. An existing file is overwritten.
+      num_kept_lines: The number of last lines that stay in memory, or None for all.
     """
 
     def __init__(self, *, name: str, log_path: str, num_kept_lines: int | None = None):
@@ -113,13 +113,13 @@ class TaskOutput:
         return self._assembler.unfinished
 
     def close_write_end(self) -> None:
-        """To be called once the process has it, so that the end of the process is the end of the output."""
+        """Closes this process's copy of the write end. Must be called after the start, so that output ends with it."""
         if self._write_end is not None:
             os.close(self._write_end)
             self._write_end = None
 
     def receive(self, data: bytes) -> list[str]:
-        """Takes what was read, nothing at the end; returns the lines completed by it."""
+        """Takes bytes that were read, empty at the end. Returns the lines that they complete."""
         with self._changed:
             lines = self._assembler.feed(self._decoder.decode(data, final=not data))
             if not data:
@@ -134,8 +134,8 @@ class TaskOutput:
         """Waits for a line in which `pattern` is found.
 
         Returns:
-          The first match in all that was printed so far, the unfinished line included; None when the output or the
-          time is over without one.
+          The first match in all lines in memory, including the unfinished one. None if the output or the time ends
+          without a match.
         """
         deadline = time.monotonic() + timeout_seconds
         num_searched = 0
@@ -151,51 +151,51 @@ class TaskOutput:
 
     @property
     def at_end(self) -> bool:
-        """Whether all has been read that the process and its children will ever print."""
+        """True if the whole output of the process and its children was read."""
         return self._at_end
 
     def lines(self) -> list[str]:
-        """The lines in memory, the unfinished one included."""
+        """The lines in memory, including the unfinished one."""
         with self._changed:
             return [*self._lines, *([self.unfinished] if self.unfinished else [])]
 
     def close(self) -> None:
-        """Releases the log file and the pipe. To be called when nothing reads any more."""
+        """Releases the log file and the pipe. Must be called after the last read."""
         self.close_write_end()
         os.close(self._read_end)
-        with contextlib.suppress(OSError):  # What could not be written before, as that was said, cannot be now.
+        with contextlib.suppress(OSError):  # `_write_log` has already reported a disk that takes nothing.
             self._log.close()
 
     def _write_log(self, lines: list[str]) -> None:
         try:
             self._log.writelines(f"{line}\n" for line in lines)
         except OSError as error:
-            # A full disk must not stop the reading: the process would block at its next print.
+            # A full disk must not stop the reading, because the process would block at its next print.
             if not self._log_failed:
                 logging.error("Cannot write to %s: %s.", self.log_path, error)
             self._log_failed = True
 
 
 class OutputReader:
-    """Reads the outputs of all processes on one thread, so that no process ever waits for someone to read.
+    """Reads the outputs of all processes on one thread, so that no process ever waits for a reader.
 
     Args:
-      outputs: What to read.
-      show: Called with (output, line) for every line, and every two seconds for one that is being printed or rewritten
-        for so long. It must not block.
+      outputs: The outputs to read.
+      show: Called with (output, line) for every line, and every two seconds for an unfinished line that has changed. It
+        must not block.
     """
 
     def __init__(self, outputs: Sequence[TaskOutput], show: Callable[[TaskOutput, str], None] | None = None):
         self._outputs = outputs
         self._show = show or (lambda *_: None)
-        # Of an unfinished line, when it was begun or last shown, and what was shown of it.
+        # For each unfinished line, the time at which it was begun or last shown, and the text that was shown.
         self._shown = {output: (time.monotonic(), "") for output in outputs}
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="hop_tf_output", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Reads to the end and stops. Blocks for at most five seconds, should a stray process keep an output open."""
+        """Reads to the end and stops. If a stray process keeps an output open, blocks for at most five seconds."""
         for output in self._outputs:
             output.close_write_end()
         self._thread.join(_CLOSE_SECONDS)
@@ -233,12 +233,12 @@ class OutputReader:
 
 
 class Console:
-    """One stream for all processes' lines, written by a thread of its own: a stopped terminal stops no process.
+    """One stream for all processes' lines, written by a thread of its own, so that a stopped terminal stops no process.
 
-    Processes' lines that the terminal cannot take in time are left out, and their number is printed.
+    Lines that the terminal cannot take in time are left out, and their number is printed.
 
     Args:
-      stream: Where to write. On a terminal the processes' names are coloured, unless `NO_COLOR` is set.
+      stream: The stream to write to. On a terminal the processes' names are coloured, unless `NO_COLOR` is set.
     """
 
     _COLOURS = (36, 33, 32, 35, 34, 31)
@@ -260,7 +260,7 @@ class Console:
             self._lines.put(f"{self._prefix(name)} {line}")
 
     def close(self) -> None:
-        """Prints what is left. Blocks while that makes progress, for at most five seconds a line."""
+        """Prints the remaining lines. Blocks while lines are printed, at most five seconds for each."""
         self._lines.put(None)
         num_printed = -1
         while self._thread.is_alive() and self._num_printed > num_printed:

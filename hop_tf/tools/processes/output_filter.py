@@ -1,4 +1,4 @@
-"""What a console of several processes leaves out: a traceback that was shown before, and native libraries' INFO lines.
+"""`OutputFilter`: a console of several processes leaves out repeated tracebacks, and native libraries' INFO lines.
 
 The log files have everything.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 
 _TRACEBACK = "Traceback (most recent call last):"
-# A traceback ends with its exception. Should one not, it is not held back for longer.
+# A traceback ends with its exception. One without an exception is held back for at most this many lines.
 _MAX_TRACEBACK_LINES = 1000
 # The names of modules and of a class, and the first line of the message, if there is one.
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*\.)?[A-Z]\w*(: .+)?$")
 
-# TensorFlow's C++ code, of level INFO, in its two formats. What follows on another line has no such beginning.
+# INFO lines of TensorFlow's C++ code, in its two formats, and lines that belong to these without such a beginning.
 _NATIVE_INFO = re.compile(
     r"I0000 00:00:\d"
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I "
@@ -23,24 +23,23 @@ _NATIVE_INFO = re.compile(
 
 
 def is_left_out(line: str) -> bool:
-    """Whether a line is one of native libraries' INFO lines."""
+    """True if a line is an INFO line of a native library."""
     return _NATIVE_INFO.match(line) is not None
 
 
 class OutputFilter:
-    """Decides line by line what of several processes' output is shown.
+    """Selects the lines of several processes' output that are shown.
 
-    A traceback is held back until it is complete. One that was shown before, of whichever process, becomes one line
-    that says so.
+    A traceback is held back until it is complete. If it was shown before, of any process, a single line says so.
     """
 
     def __init__(self):
         self._held_back: dict[str, list[str]] = {}
-        self._shown: dict[int, str] = {}  # By the hash of a traceback, the process that it was shown of.
+        self._shown: dict[int, str] = {}  # By the hash of a traceback, the process whose traceback was shown.
         self._exceptions: dict[str, str] = {}
 
     def feed(self, name: str, line: str) -> list[str]:
-        """Takes a line of the process `name`; returns the lines of that process to show now."""
+        """Takes a line of the process `name`. Returns the lines of that process to show now."""
         if name in self._held_back:
             return self._continue(name, line)
         if line.startswith(_TRACEBACK):
@@ -49,11 +48,11 @@ class OutputFilter:
         return [] if is_left_out(line) else [line]
 
     def flush(self, name: str) -> list[str]:
-        """Returns what is held back of a process that prints no more."""
+        """Returns the lines that are held back, of a process whose output has ended."""
         return self._held_back.pop(name, [])
 
     def forget(self, name: str) -> None:
-        """Another process has taken the place of `name`: what the former one has printed last is not its own."""
+        """Forgets the last exception of `name`, because another process has taken its place."""
         self._exceptions.pop(name, None)
 
     def last_exception(self, name: str) -> str | None:

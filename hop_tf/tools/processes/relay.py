@@ -1,11 +1,11 @@
 """A process that stands for one on another machine: it runs `ssh`, and passes on signals, output and the exit code.
 
-It is run as a program, with the `ssh` command as its arguments. On the other side `hop_tf.tools.processes.remote` runs.
-An environment variable says what to start there, because all users see command lines. This file imports only the
-standard library, so that it starts at once.
+It is run as a program, with the `ssh` command as its arguments. The order for the other side (see
+`hop_tf.tools.processes.remote`, which runs there) is in an environment variable, because all users can see command
+lines. The program imports only the standard library, so that it starts at once.
 
-Signals go as lines to the other side, as `ssh` does not pass them on. However this process ends, the other side sees
-the end of its input, or that it stays silent, and ends what it has started.
+Signals go as lines to the other side, because `ssh` does not pass them on. If this process ends in any way, the other
+side sees the end of its input, or silence. It then ends the process that it has started.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import time
 
 ORDER_VARIABLE = "HOP_TF_REMOTE_ORDER"
 
-# A line is sent that often, whatever happens, and the other side takes silence of that time for the end.
+# A line is sent at this interval at least. The other side takes silence of `SILENCE_SECONDS` for the end.
 _HEARTBEAT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Exit codes of 128 and more are those of signals, as in a shell. These end a process.
+# The signals that end a process. Exit codes of 128 and more stand for signals, as in a shell.
 _ENDING = {
     getattr(signal, f"SIG{name}")
     for name in ("HUP", "INT", "QUIT", "ILL", "TRAP", "ABRT", "BUS", "FPE", "KILL", "SEGV", "PIPE", "ALRM", "TERM")
 }
-# As shells have it, of what cannot be started.
+# The exit code of shells for a program that cannot be started.
 _CANNOT_START = 127
-# With this, `ssh` tells that it has failed by itself.
+# The exit code of `ssh` if `ssh` itself has failed.
 _SSH_FAILED = 255
-# What it says where the server has closed the connection at once, as it does when many log in at a time (MaxStartups).
+# In the message of `ssh` if the server has closed the connection at once, as when many log in at a time (MaxStartups).
 _TURNED_AWAY = b"exchange_identification"
 _MAX_RETRIES = 10
 _PAUSE_SECONDS = (0.5, 1.5)
@@ -77,11 +77,11 @@ class _Ssh:
 
     @property
     def was_turned_away(self) -> bool:
-        """Whether the server has ended the last connection before it asked who is there: then nothing was started."""
+        """True if the server has ended the last connection before authentication, so that nothing was started."""
         return _TURNED_AWAY in self._said
 
     def run(self, order: bytes) -> int:
-        """Runs it once; returns its exit code. Blocks until it has ended."""
+        """Runs `ssh` once. Returns its exit code. Blocks until it has ended."""
         self._said = b""
         try:
             ssh = subprocess.Popen(
@@ -116,7 +116,7 @@ class _Ssh:
             self._send_signals()
 
     def _send_signals(self) -> None:
-        """Sends each once, also where a signal comes in the middle of it."""
+        """Sends each signal once, even if another signal interrupts this method."""
         while self._unsent:
             self._send(b"signal %d\n" % self._unsent.pop(0))
 
@@ -133,7 +133,7 @@ class _Ssh:
 
 
 def _ignore_signals() -> None:
-    """They are for this process: `ssh` is in its group, and would end the connection."""
+    """Lets `ssh` ignore the signals for this process. It is in the same group, and would end the connection."""
     for signum in _PASSED_ON:
         signal.signal(signum, signal.SIG_IGN)
 

@@ -1,8 +1,8 @@
 """The other side of `hop_tf.tools.processes.relay`: runs a process on this machine for a launcher on another one.
 
-It is run as a program by `ssh`. The first line of its input is what to start. The next ones are signals, and empty
-lines that tell that the launcher is there. When the input ends, or is silent for a minute, the process is killed, with
-all of its group. If this program is killed, its `ProcessServer` does the same.
+It is run as a program by `ssh`. The first line of its input is the order. The next lines are signals, and empty lines
+as heartbeats of the launcher. When the input ends, or is silent for a minute, the process is killed with all of its
+group. If this program is killed, its `ProcessServer` does the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hop_tf.tools.processes.group import Process, ProcessServer
 from hop_tf.tools.processes.local_cluster import ProcessError, share_of_machine
 from hop_tf.tools.processes.relay import SILENCE_SECONDS
 
-# As shells have it, of what cannot be started.
+# The exit code of shells for a program that cannot be started.
 _CANNOT_START = 127
 _POLL_SECONDS = 1.0
-# When for so long nothing comes after the process has ended, who still holds its output is left over.
+# If nothing comes for this long after the process has ended, only stray processes still hold its output.
 _OUTPUT_SECONDS = 2.0
 
 
@@ -36,15 +36,15 @@ def make_order(
     num_workers: int,
     index: int | None,
 ) -> str:
-    """What to start, as one line of text.
+    """Returns the order for the other side, as one line of text.
 
     Args:
       host: Name of the other machine, for errors.
-      script: Path of the script there, from the directory that this process works in.
-      arguments: Its arguments.
-      environment: Variables that are set beside those that the other machine has.
+      script: Path of the script there, from the working directory of this process.
+      arguments: Arguments of the script.
+      environment: Variables that are set in addition to those of the other machine.
       num_workers: Number of workers there.
-      index: The worker's number among these; None for a parameter server.
+      index: The worker's number among these, or None for a parameter server.
     """
     return json.dumps(
         {
@@ -60,7 +60,7 @@ def make_order(
 
 
 def main() -> int:
-    """Runs what the first line of the input orders; returns the exit code. Blocks until it has ended."""
+    """Runs the process that the first line of the input orders. Returns its exit code. Blocks until it has ended."""
     owner = FileIO(0, "rb", closefd=False)
     line = owner.readline()
     if not line.endswith(b"\n"):
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def _enter_directory(order: dict) -> None:
-    """Works where the launcher does; raises ProcessError if something is not there."""
+    """Changes to the launcher's working directory. Raises ProcessError if it, or the script, is missing."""
     advice = "Nothing is copied: have the same paths here as on the machine of the launcher."
     try:
         os.chdir(order["directory"])
@@ -94,7 +94,7 @@ def _run(order: dict, owner: FileIO) -> int:
             argv=[sys.executable, order["script"], *order["arguments"]], environment=environment, output=write_end
         )
         os.close(write_end)
-        # Copied, so that no process that is left over can keep the connection.
+        # The output is copied, so that a stray process cannot keep the connection open.
         output = _Copy(read_end)
         output.start()
         watch = _Watch(owner, process, server)
@@ -102,13 +102,13 @@ def _run(order: dict, owner: FileIO) -> int:
             server.wait_until(lambda: not process.running or watch.owner_is_gone, _POLL_SECONDS)
         server.remove([process])
         output.finish(lambda: watch.owner_is_gone)
-    if process.exit_code is None:  # The system is slow to take it away.
+    if process.exit_code is None:  # The system has not ended the killed process in time.
         return _CANNOT_START
     return process.exit_code if process.exit_code >= 0 else 128 - process.exit_code
 
 
 class _Copy(threading.Thread):
-    """Copies what the process prints to this one's output."""
+    """Copies the output of the process to this one's output."""
 
     def __init__(self, read_end: int):
         super().__init__(name="hop_tf_copy", daemon=True)
@@ -117,7 +117,7 @@ class _Copy(threading.Thread):
         self._is_writing = False
 
     def run(self) -> None:
-        with contextlib.suppress(OSError):  # Nobody reads any more: then the input has ended, too.
+        with contextlib.suppress(OSError):  # If there is no reader, the input has ended, too.
             while data := os.read(self._read_end, 65536):
                 self._num_reads += 1
                 self._is_writing = True
@@ -126,7 +126,7 @@ class _Copy(threading.Thread):
                 self._is_writing = False
 
     def finish(self, is_gone: Callable[[], bool]) -> None:
-        """Waits for the last output, over whatever slow link, but not for what a process prints that is left over."""
+        """Waits for the last output, also over a slow link, but not for the output of a stray process."""
         while self.is_alive() and not is_gone():
             num_reads = self._num_reads
             self.join(_OUTPUT_SECONDS)
@@ -135,7 +135,7 @@ class _Copy(threading.Thread):
 
 
 class _Watch:
-    """Passes on the signals that the launcher sends, and notices when it is gone."""
+    """Passes on the launcher's signals, and notices when the launcher is gone."""
 
     def __init__(self, owner: FileIO, process: Process, server: ProcessServer):
         self._owner = owner
@@ -147,7 +147,7 @@ class _Watch:
 
     @property
     def owner_is_gone(self) -> bool:
-        """Whether the input has ended, or been silent for too long."""
+        """True if the input has ended, or was silent for too long."""
         return self._at_end or time.monotonic() - self._heard > SILENCE_SECONDS
 
     def _run(self) -> None:

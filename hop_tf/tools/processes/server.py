@@ -1,17 +1,16 @@
-"""A single-threaded process that starts all processes of a job, and takes them along when the job's owner dies.
+"""A single-threaded process that starts all processes of a job, and kills them when the job's owner dies.
 
-`hop_tf.tools.processes.group.ProcessServer` runs this file as a program, and talks to it over a socket. This file
+`hop_tf.tools.processes.group.ProcessServer` runs this file as a program, and talks to it over a socket. The program
 imports only the standard library, so that it starts at once.
 
-Why a process of its own, and not children of the launcher:
+The reasons for a separate process, instead of children of the launcher:
 
-- However the owner ends (also by SIGKILL), the kernel closes its end of the socket, and the server kills every process
-  group that it started. It is the parent, so there is no moment at which a process exists that it does not know of.
+- If the owner ends in any way (also by SIGKILL), the kernel closes its end of the socket. The server then kills every
+  process group that it started. The server is the parent, so it knows every process from its first moment on.
   (Linux's parent-death signal is tied to the *thread* that forked, and is not passed on to grandchildren.)
-- Ended processes stay unreaped until the owner releases them, so that their ids, which name their groups as well,
-  cannot come to belong to anyone else: a signal never reaches a stranger.
-- With a single thread it is safe to fork without exec: modules that it imported beforehand are there in every child
-  at once.
+- Ended processes stay unreaped until the owner releases them. So their ids, which are also the ids of their groups, are
+  not given to other processes: a signal never reaches a stranger.
+- With a single thread it is safe to fork without exec. Every child then has the imported modules at once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-# Asks a process of `hop_tf.testing` for the stacks of its threads; ignored until the process has its handler.
+# Asks a process of `hop_tf.testing` for the stacks of its threads. Until the process has its handler, it is ignored.
 STACKS_SIGNAL = signal.SIGUSR1
 
 _LENGTH = struct.Struct("<I")
@@ -43,7 +42,7 @@ def send_message(channel: socket.socket, message: dict, file_descriptors: tuple[
 
 
 def receive_message(channel: socket.socket) -> tuple[dict, list[int]] | None:
-    """Receives what `send_message` sent; None when the other side is gone. Blocks until either happens."""
+    """Receives a message of `send_message`. Returns None if the other side is gone. Blocks until either happens."""
     with contextlib.suppress(ConnectionError):
         header, file_descriptors, _, _ = socket.recv_fds(channel, _LENGTH.size, 8)
         header += _receive_exactly(channel, _LENGTH.size - len(header)) if header else b""
@@ -66,7 +65,7 @@ def _receive_exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def num_threads() -> int:
-    """Number of threads of this process, native ones included; 0 where the system does not tell."""
+    """The number of threads of this process, including native ones; 0 if the system does not tell."""
     try:
         return len(os.listdir("/proc/self/task"))
     except OSError:
@@ -78,8 +77,8 @@ class _Server:
 
     def __init__(self, control: socket.socket):
         self._control = control
-        self._running: dict[int, int] = {}  # pid -> the owner's id
-        self._ended: dict[int, int] = {}  # pid -> the owner's id; not reaped yet
+        self._running: dict[int, int] = {}  # By pid, the id of the order.
+        self._ended: dict[int, int] = {}  # By pid, the id of the order, of processes that are not reaped yet.
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -88,7 +87,7 @@ class _Server:
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
 
     def serve(self) -> Callable[[], None] | None:
-        """Serves until the owner is gone. Returns a function in a forked child that has to run it, else None."""
+        """Serves until the owner is gone, and then returns None. In a forked child, returns the function to run."""
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
         while True:
@@ -119,8 +118,8 @@ class _Server:
             return None
         if pid == 0:
             return self._become_child(order, output)
-        # Done on both sides of the fork, so that the group exists for whoever comes first. After the child's exec
-        # the system refuses it here, and it is already done.
+        # Both sides of the fork do this, so that the group exists at once on either side. After the child's exec the
+        # system refuses it here, but then the child has already done it.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         os.close(output)
@@ -129,12 +128,12 @@ class _Server:
         return None
 
     def _become_child(self, order: dict, output: int) -> Callable[[], None] | None:
-        """Turns a fresh fork into the process that was asked for; never comes back if that is another program."""
+        """Turns a fresh fork into the process of the order. Does not return if that is another program."""
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         for opened in (self._selector, self._control, self._wake_receiver, self._wake_sender):
             opened.close()
-        # Whoever started the owner may have had some of them ignored, as shells do for background jobs.
+        # The program that started the owner may have ignored some signals, as shells do for background jobs.
         for signum in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGTERM, signal.SIGHUP):
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -161,7 +160,7 @@ class _Server:
                 send_message(self._control, {"event": "ended", "id": owner_id, "exit_code": exit_code})
 
     def _release(self, pid: int) -> None:
-        """Kills what an ended process left behind in its group, and gives its id back to the system."""
+        """Kills the processes that are left in an ended process's group, and gives its id back to the system."""
         if self._ended.pop(pid, None) is not None:
             _kill_group(pid)
             os.waitpid(pid, 0)
@@ -172,14 +171,14 @@ class _Server:
 
 
 def _adopt(order: dict) -> Callable[[], None]:
-    """Gives a forked child its environment; returns what it has to run."""
+    """Gives a forked child its environment. Returns the function that the child has to run."""
     os.environ.clear()
     os.environ.update(order["environment"])
-    # As an interpreter starts: a broken pipe is an exception, not a silent end.
+    # As in a new interpreter: a broken pipe is an exception, not a silent end.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # `random` does so by itself after a fork
+        sys.modules["numpy"].random.seed()  # `random` does so by itself after a fork.
     module, function, arguments = order["call"]
     return lambda: getattr(importlib.import_module(module), function)(*arguments)
 
@@ -206,14 +205,14 @@ def _import_preloaded(control: socket.socket, names: list[str]) -> bool:
         traceback.print_exc()
         send_message(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
         return False
-    # Children then do not copy pages merely because the collector visits what was there before the fork.
+    # So that children do not copy pages when their collector visits objects from before the fork.
     gc.collect()
     gc.freeze()
     return True
 
 
 def main() -> None:
-    """Runs a server, or in a child forked from it, what the child has been made for."""
+    """Runs a server. In a child that is forked from it, runs the child's function."""
     control = socket.socket(fileno=int(sys.argv[1]))
     received = receive_message(control)
     if received is None:
@@ -225,7 +224,7 @@ def main() -> None:
     server = _Server(control)
     send_message(control, {"event": "ready", "num_threads": num_threads()})
     function = server.serve()
-    # Called from here, a forked child ends as any program does: exceptions, threads and exit handlers included.
+    # Called from here, so that a forked child ends as any program does, with exceptions, threads and exit handlers.
     if function is not None:
         del server, control
         function()

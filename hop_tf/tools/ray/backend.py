@@ -24,27 +24,28 @@ class ClusterConfig(BackendConfig):
 
         trainer = TensorflowTrainer(train_loop, tensorflow_config=ClusterConfig(), scaling_config=scaling_config)
 
-    It takes the place of Ray's `TensorflowConfig`. Before `train_loop` runs, each worker has
+    It replaces Ray's `TensorflowConfig`. Before `train_loop` runs, each worker has
 
-    - `TF_CONFIG`, with a port of its node that is free, and is kept for it;
+    - `TF_CONFIG`, with a free port of its node, which is kept for it;
     - HOP_TF_CLUSTER_TOKEN, a secret of this job, for `CommunicationOptions(cluster_token=...)`;
     - limits of TensorFlow's threads, so that the workers of a node share its cores (OMP_NUM_THREADS is Ray's, and
-      limits hop_tf's kernels: the CPUs that a worker asks for), and no GPU where the trainer's
-      `ScalingConfig` asks for none. What is set already stays.
+      limits hop_tf's kernels: the CPUs that a worker asks for), and no GPU if the trainer's `ScalingConfig` asks for
+      none. Variables that are already set stay.
 
     Unlike Ray's, it does not set TF_USE_LEGACY_KERAS.
 
     Args:
-      restart: What Ray starts again when a worker fails, as often as `ray.train.FailureConfig` allows. "group": all
-        workers; training goes on from the last checkpoint. "worker": that worker alone, on its node; under a strategy
-        that goes on without a lost rank, it joins the others, which train on. It is an error that ends the job if the
-        node is gone. Default "group".
-      num_ps: How many parameter servers to start, for `SHATParameterServerStrategy`. Each is an actor. Ray starts one
-        that has died again, up to three times, on its node. Default 0.
-      server_resources: What each server takes, beside the workers. Default None: {"CPU": 1}.
-      server_options: How servers talk, a `hop_tf.CommunicationOptions`; the token is that of the job. Default None.
-      snapshots: When and where servers write snapshots, a `hop_tf.SnapshotOptions`. All nodes must see its directory.
-        Default None: nowhere.
+      restart: The workers that Ray starts again when one fails, as often as `ray.train.FailureConfig` allows. "group":
+        all workers; training goes on from the last checkpoint. "worker": only the failed worker, on its node. Under a
+        fault-tolerant strategy, it joins the others, which train on. If the node is gone, an error ends the job.
+        Default "group".
+      num_ps: The number of parameter servers, for `SHATParameterServerStrategy`. Each is an actor. If one dies, Ray
+        starts it again on its node, up to three times. Default 0.
+      server_resources: The resources of each server, in addition to those of workers. Default None: {"CPU": 1}.
+      server_options: The communication options of servers, a `hop_tf.CommunicationOptions`. The token is that of the
+        job. Default None: `CommunicationOptions()`.
+      snapshots: The directory and the times of the servers' snapshots, a `hop_tf.SnapshotOptions`. All nodes must see
+        its directory. Default None: no snapshots.
 
     Raises:
       ValueError: If an argument is out of range, or this Ray cannot start a single worker again.
@@ -73,18 +74,19 @@ class ClusterConfig(BackendConfig):
 
     @property
     def backend_cls(self):
-        """What Ray Train calls when it has started workers."""
+        """The class of the backend, which Ray Train calls when it has started workers."""
         return _SingleRestartBackend if self.restart == "worker" else _Backend
 
     def to_dict(self) -> dict[str, Any]:
-        """What Ray shows of it."""
+        """The settings that Ray shows."""
         return {"restart": self.restart, "num_ps": self.num_ps}
 
 
 def _check_snapshots(snapshots: Any) -> None:
     if snapshots is None:
         return
-    from hop_tf.strategies.shat.server.snapshots import SnapshotOptions  # With TensorFlow, as who made it has done.
+    # This imports TensorFlow, which the caller has already done to make the options.
+    from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
 
     if not isinstance(snapshots, SnapshotOptions):
         raise TypeError(f"`snapshots` must be a hop_tf.SnapshotOptions or None. Received: snapshots={snapshots!r}.")
@@ -94,8 +96,8 @@ class _Job:
     """One start of all workers, and their servers.
 
     Args:
-      addresses: Of the workers, in the order of their ranks.
-      servers: The parameter servers; None if there are none.
+      addresses: The addresses of the workers, in the order of their ranks.
+      servers: The parameter servers, or None.
     """
 
     def __init__(self, addresses: list[str], servers: Servers | None):
@@ -114,13 +116,13 @@ class _Job:
         return len(self._of_workers)
 
     def start_servers(self, config: ClusterConfig) -> None:
-        """Has them serve."""
+        """Lets the servers serve, if there are any."""
         if self.servers is not None:
             environments = [{**each, "CUDA_VISIBLE_DEVICES": "-1"} for each in self._of_servers]
             self.servers.serve(environments, config.server_options, config.snapshots)
 
     def set_up(self, worker_group, index: int, rank: int, *, is_rejoining: bool = False) -> ray.ObjectRef:
-        """Makes the worker at this place of a group a rank; returns the call."""
+        """Makes the worker at this place of a group a rank. Returns the call's reference."""
         return worker_group.execute_single_async(
             index,
             worker.set_up,
@@ -131,10 +133,10 @@ class _Job:
         )
 
     def set_up_again(self, worker_group) -> None:
-        """Gives a worker that was started again the place of the one that it replaces.
+        """Gives a worker that was started again the place of the worker that it replaces.
 
         Raises:
-          HopError: If it runs elsewhere: the others look for it where it was.
+          HopError: If it runs on another host, because the others look for it at its old address.
         """
         rank = worker_group.execute_single(0, worker.own_rank)
         host = worker_group.execute_single(0, worker.own_host)
@@ -148,7 +150,7 @@ class _Job:
 
 
 class _Backend(Backend):
-    """Ray calls it where it watches the workers."""
+    """The backend, which Ray calls in the process that watches the workers."""
 
     has_replica_groups = False  # All workers are started again together.
 
@@ -171,7 +173,7 @@ class _Backend(Backend):
             self._end_job()
 
     def _is_part(self, worker_group) -> bool:
-        """Whether these are a single one of the workers, which is started again, and not all."""
+        """True if the group is only a worker that is started again, not all workers."""
         return self.has_replica_groups and self._job is not None and len(worker_group) < self._job.num_workers
 
     def _end_job(self) -> None:
@@ -181,4 +183,4 @@ class _Backend(Backend):
 
 
 class _SingleRestartBackend(_Backend):
-    has_replica_groups = True  # Each worker is one, which Ray replaces when it fails.
+    has_replica_groups = True  # Each worker is a group, which Ray replaces when it fails.

@@ -18,7 +18,7 @@ from hop_tf.tools.ray.worker import current_attempt
 
 _MODEL, _WEIGHTS, _STATE = "model.keras", "model.weights.h5", "training_state.json"
 
-# Whether a `fit` of this process has begun: only the first one goes on from a checkpoint.
+# True if a `fit` of this process has begun. Only the first `fit` goes on from a checkpoint.
 _has_begun = False
 
 
@@ -27,26 +27,26 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
 
         model.fit(x, y, epochs=10, callbacks=[hop_tf.tools.ray.ReportCheckpointCallback()])
 
-    Pass it on all workers: Ray makes rank 0 wait for one that lacks it. Rank 0 alone reports: its metrics, and its
-    model. Other ranks neither wait for that nor for each other, and may make other numbers of epochs. So do not call
-    `ray.train.report` beside it.
+    Pass it on all workers: Ray makes rank 0 wait for a worker without it. Only rank 0 reports its metrics and its
+    model. Other ranks wait neither for rank 0 nor for each other, and may make other numbers of epochs. So do not call
+    `ray.train.report` yourself.
 
-    A checkpoint holds `model.keras`, which `keras.models.load_model` reads. When Ray Train has started all workers
-    again, the first `fit` of each begins with the model, the optimizer's state and the epoch of the last checkpoint. A
-    worker that joins the others (see `ClusterConfig.restart`) takes their state, and counts epochs as they do.
+    A checkpoint holds `model.keras`, which `keras.models.load_model` reads. After Ray Train has started all workers
+    again, the first `fit` of each goes on from the last checkpoint: its model, optimizer state and epoch. A worker that
+    joins the others (see `ClusterConfig.restart`) takes their state, and counts epochs as they do.
 
-    Ray keeps metrics in its `Result` only where there is a checkpoint. When `fit` ends, those of the last epoch are
-    reported once more, without a checkpoint: then Ray has all of them.
+    Ray keeps metrics in its `Result` only with a checkpoint. When `fit` ends, the metrics of the last epoch are
+    reported once more, without a checkpoint, so that Ray has all of them.
 
     Args:
-      checkpoint_epochs: How many epochs from one checkpoint to the next; None for no checkpoints. Default 1.
-      save_weights_only: Whether checkpoints hold `model.weights.h5` alone, for `model.load_weights`: weights and the
+      checkpoint_epochs: The number of epochs from one checkpoint to the next, or None for no checkpoints. Default 1.
+      save_weights_only: True if checkpoints hold only `model.weights.h5`, for `model.load_weights`: weights and the
         optimizer's state. For models that Keras cannot save as a whole. Default False.
 
     Raises:
       ValueError: If an argument is out of range.
-      RuntimeError: In `fit`, if this is no worker of Ray Train.
-      HopError: In `fit`, if the last checkpoint is none of this callback's.
+      RuntimeError: In `fit`, if this process is not a worker of Ray Train.
+      HopError: In `fit`, if the last checkpoint is not one of this callback.
 
     Blocks: at the end of an epoch, on rank 0, until the checkpoint is in Ray's storage and all workers have begun their
     `fit`. While Ray starts a single worker again, that takes until it joins.
@@ -59,7 +59,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
         check_boolean("save_weights_only", save_weights_only)
         self._checkpoint_epochs = checkpoint_epochs
         self._file = _WEIGHTS if save_weights_only else _MODEL
-        self._initial_epoch: int | None = None  # Of this `fit`; None until it is known.
+        self._initial_epoch: int | None = None  # The first epoch of this `fit`, or None until it is known.
         self._metrics: dict[str, float] = {}
 
     def on_train_begin(self, logs=None):
@@ -72,13 +72,13 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             _follow()
 
     def on_epoch_begin(self, epoch, logs=None):
-        begin_at_epoch(self.model, None)  # This `fit` has read it. A later one begins anew, also if this one raises.
+        begin_at_epoch(self.model, None)  # This `fit` has read the epoch. A later `fit` must begin anew.
         if self._initial_epoch is None:
             self._initial_epoch = epoch
 
     def on_epoch_end(self, epoch, logs=None):
         if _rank() > 0:
-            _follow()  # Raises what has ended it.
+            _follow()  # Raises the error that has ended the follower, if there is one.
             return
         self._metrics = {name: float(value) for name, value in (logs or {}).items()} | {"epoch": epoch}
         if self._checkpoint_epochs is None or (epoch + 1) % self._checkpoint_epochs:
@@ -89,13 +89,13 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             ray.train.report(self._metrics, checkpoint=ray.train.Checkpoint.from_directory(directory))
 
     def on_train_end(self, logs=None):
-        begin_at_epoch(self.model, None)  # No epoch was left.
+        begin_at_epoch(self.model, None)  # Needed if no epoch was left.
         if _rank() == 0 and self._metrics:
-            # When this one begins on the other ranks, what they say to the one before has reached Ray.
+            # When this report begins on the other ranks, their part of the previous report has reached Ray.
             ray.train.report(self._metrics)
 
     def _go_on(self) -> None:
-        """Begins where the last checkpoint, or those who train already, have begun."""
+        """Goes on from the last checkpoint, or counts epochs as the ranks that train already."""
         checkpoint, attempt = ray.train.get_checkpoint(), current_attempt()
         if checkpoint is None:
             return
@@ -139,10 +139,10 @@ def _rank() -> int:
 
 
 class _Follower(threading.Thread):
-    """Reports when rank 0 does, nothing: for Ray, a report is there when all workers have reported."""
+    """Reports nothing whenever rank 0 reports, because Ray needs a report of all workers."""
 
     def __init__(self):
-        super().__init__(name="hop_tf ray reports", daemon=True)  # It ends with the process, which Ray ends.
+        super().__init__(name="hop_tf ray reports", daemon=True)  # The thread ends with the process, which Ray ends.
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -153,7 +153,7 @@ class _Follower(threading.Thread):
             self._error = error
 
     def check(self) -> None:
-        """Raises what has ended it."""
+        """Raises the error that has ended the thread, if there is one."""
         if self._error is not None:
             raise self._error
 
@@ -162,7 +162,7 @@ _follower: _Follower | None = None
 
 
 def _follow() -> None:
-    """Has this process follow rank 0's reports, for as long as it lives."""
+    """Lets this process follow rank 0's reports until it ends."""
     global _follower
     if _follower is None:
         _follower = _Follower()

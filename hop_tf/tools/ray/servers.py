@@ -17,10 +17,10 @@ from hop_tf.options import CommunicationOptions
 from hop_tf.tools.launchers.variables import TOKEN_VARIABLE
 from hop_tf.tools.ray.worker import keep_port, reserve_address
 
-# Ray's own setting for how long workers may take to be placed.
+# Ray's own setting for the time that the placement of workers may take.
 _START_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 _START_SECONDS = 60.0
-# How often Ray starts the process of a server again, on the same node and port.
+# The number of times that Ray starts the process of a server again, on the same node and port.
 _MAX_RESTARTS = 3
 
 
@@ -44,19 +44,19 @@ class _ParameterServer:
 
 
 class Servers:
-    """The servers of one attempt. To be closed.
+    """The servers of one attempt. The caller must close them.
 
     Args:
-      count: How many.
-      resources: What each takes, such as {"CPU": 1}.
+      count: The number of servers.
+      resources: The resources of each server, such as {"CPU": 1}.
 
     Attributes:
-      addresses: "host:port" of each.
+      addresses: "host:port" of each server.
 
     Raises:
-      DeadlineExceededError: If the cluster has no room for them in time.
+      DeadlineExceededError: If the cluster has no room for the servers in time.
 
-    Blocks: until their processes run.
+    Blocks: until the servers' processes run.
     """
 
     def __init__(self, count: int, resources: Mapping[str, float]):
@@ -91,12 +91,12 @@ class Servers:
         return ray.get([actor.reserve_address.remote() for actor in self._actors], timeout=seconds)
 
     def serve(self, environments: Sequence[dict[str, str]], options: CommunicationOptions, snapshots: Any) -> None:
-        """Has each serve with its variables. Does not block."""
+        """Lets each server serve with its variables. Does not block."""
         for actor, environment in zip(self._actors, environments, strict=True):
             self._tasks.append(actor.serve.remote(environment, options, snapshots))
 
     def close(self) -> None:
-        """Ends all of them. Those that have failed are named in the log."""
+        """Ends all servers. Logs those that have failed."""
         ended, _ = ray.wait(self._tasks, num_returns=len(self._tasks), timeout=0) if self._tasks else ([], [])
         for task in ended:
             try:

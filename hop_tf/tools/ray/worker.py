@@ -1,4 +1,4 @@
-"""What is done in the process of a Ray Train worker, before its training function runs. Without TensorFlow."""
+"""The set-up in the process of a Ray Train worker, before its training function runs. Without TensorFlow."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from hop_tf.tools.processes.local_cluster import hold_port, thread_limits
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """One start of all workers together. Ray makes another one when training failed and is to begin anew.
+    """One start of all workers together. Ray makes another attempt when training has failed and is to begin anew.
 
     Attributes:
-      name: No other attempt has this one.
-      is_rejoining: Whether this worker takes the place of one that was lost, while the others train.
+      name: The unique name of the attempt.
+      is_rejoining: True if this worker takes the place of one that was lost, while the others train.
     """
 
     name: str
     is_rejoining: bool
 
 
-# Of this process: a worker's serves one attempt. The port is kept for the strategy until the process ends.
+# The attempt of this process, which serves only one. The port is kept for the strategy until the process ends.
 _attempt: Attempt | None = None
 _port: contextlib.AbstractContextManager | None = None
 
 
 def current_attempt() -> Attempt | None:
-    """The attempt that this worker belongs to; None if the trainer has no `ClusterConfig`."""
+    """The attempt that this worker belongs to, or None if the trainer has no `ClusterConfig`."""
     return _attempt
 
 
 def own_host() -> str:
-    """Where others reach this process: HOP_TF_HOST, if that is set, else the address that Ray knows its node by."""
+    """The host of this process for others: HOP_TF_HOST, if that is set, or otherwise Ray's address of its node."""
     return os.environ.get(HOST_VARIABLE) or ray.util.get_node_ip_address()
 
 
@@ -64,10 +64,10 @@ def reserve_address() -> str:
 
 
 def keep_port(environment: Mapping[str, str]) -> None:
-    """Keeps the port that TF_CONFIG gives this process, if it does not yet: Ray has started it again in this place.
+    """Keeps the port that TF_CONFIG gives this process, unless it does already. Needed after a restart by Ray.
 
     Raises:
-      ProcessError: If another job has reserved it since the process before has died.
+      ProcessError: If another job has reserved the port since the earlier process has died.
     """
     global _port
     if _port is None:
@@ -79,16 +79,16 @@ def keep_port(environment: Mapping[str, str]) -> None:
 def set_up(environment: Mapping[str, str], num_local: int, num_gpus: float, attempt: Attempt) -> None:
     """Makes this process a rank.
 
-    Limits of threads, and what TensorFlow sees of GPUs, stay as they are where they are set already.
+    Limits of threads, and TensorFlow's visible GPUs, stay if they are already set.
 
     Args:
       environment: Variables to set.
-      num_local: How many workers share this machine's cores.
-      num_gpus: How many GPUs Ray has reserved for this worker; below 1, it shares one.
-      attempt: What it belongs to.
+      num_local: The number of workers that share this machine's cores.
+      num_gpus: The number of GPUs that Ray has reserved for this worker. Below 1, workers share a GPU.
+      attempt: The attempt that the worker belongs to.
 
     Raises:
-      ProcessError: If another job has reserved its port, while the worker before it was lost.
+      ProcessError: If another job has reserved the worker's port, after its earlier process was lost.
     """
     global _attempt
     keep_port(environment)
@@ -97,7 +97,7 @@ def set_up(environment: Mapping[str, str], num_local: int, num_gpus: float, atte
 
 
 def _gpu_defaults(num_gpus: float) -> dict[str, str]:
-    """TensorFlow takes all GPUs that it sees, and all of their memory."""
+    """Variables that limit TensorFlow's GPUs. Without them it takes all GPUs, and all of their memory."""
     if num_gpus == 0:
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if num_gpus < 1 else {}

@@ -1,11 +1,11 @@
-"""Deterministic simulation of the schemes: their own code, on a virtual clock, in one process.
+"""Deterministic simulation of the algorithms: their own code, on a virtual clock, in one process.
 
-Every rank runs the scheme's real `Exchange` and `Membership`. Only what they stand on is replaced: the monitor's clock
-is virtual, and the transport delivers after a given link time. One rank runs at a time, and the order is fixed by the
-virtual time, so a run depends on nothing but its arguments, and a deadlock is seen at once: no event is left.
+Every rank runs the algorithm's real `Exchange` and `Membership`. Only the layer below is replaced: the monitor's clock
+is virtual, and the transport delivers after a given link time. One rank runs at a time, and the virtual time fixes the
+order. So a run depends only on its arguments, and a deadlock is seen at once: no event is left.
 
-`hop_tf.simulate.hop` simulates `HopStrategy`: what a topology and the mechanisms against stragglers are worth.
-`hop_tf.simulate.training` finds how long steps take under Hop, Pipe-SGD and DTS: for `plan` and `diagnose`.
+`hop_tf.simulate.hop` simulates `HopStrategy`, to compare topologies and the mechanisms against stragglers.
+`hop_tf.simulate.training` finds the duration of steps under Hop, Pipe-SGD and DTS, for `plan` and `diagnose`.
 The loops of its ranks are in `rank_loops`.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
     "hop",
 ]
 
-# They need TensorFlow, for its queues; the others do not, and are used where it would be slow to import.
+# These need TensorFlow, for its queues. The others do not, so that importing them is fast.
 _WITH_TENSORFLOW = {name: name for name in ("Fault", "HopSimulation", "Problem")} | {"hop": "simulate_hop"}
 
 

@@ -23,18 +23,18 @@ from hop_tf.tools.simulate.rejoining import catch_up
 from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.topology import Topology, resolve
 
-# As fast as a process does that waits for nothing.
+# As fast as a real process detects a death without further waiting.
 _DETECTION_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What simulated ranks train.
+    """The problem that simulated ranks train.
 
     Attributes:
-      initial: float32 array [d], where all ranks start.
-      change: `change(rank, step, x)` is what the optimizer's step adds at `rank` in iteration `step`, computed at `x`:
-        for plain gradient descent minus learning rate times gradient. Array [d].
+      initial: float32 array [d], the parameters with which all ranks start.
+      change: `change(rank, step, x)` is the change by the optimizer's step at `rank` in iteration `step`, computed at
+        `x`: for plain gradient descent minus learning rate times gradient. Array [d].
     """
 
     initial: np.ndarray
@@ -49,10 +49,10 @@ class Fault:
     """The death of a rank.
 
     Attributes:
-      rank: Which one.
-      seconds: When its process is killed, in virtual time.
-      restart_seconds: How much later it is started again; None: never.
-      reaches: Ranks that get what it has sent before, and is on its way then; None: all.
+      rank: The rank.
+      seconds: The virtual time at which its process is killed.
+      restart_seconds: The time from the death to the restart, or None for no restart.
+      reaches: The ranks that get the rank's messages that are in flight at its death. None: all.
 
     Raises:
       ValueError: If a time is negative or not finite.
@@ -71,15 +71,17 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True)
 class HopSimulation:
-    """What happened at n ranks.
+    """The record of a simulation with n ranks.
 
     Attributes:
-      num_steps: Array [n]: how many iterations each rank was to make or jump over.
-      entered_seconds: Array [n, max(num_steps)]: when each rank entered each iteration; nan where it jumped over it.
-      finished_seconds: Array [n]: when each rank ended its last iteration; nan where it died, or joined no more.
+      num_steps: Array [n]: the number of iterations that each rank was to make or jump over.
+      entered_seconds: Array [n, max(num_steps)]: the time at which each rank entered each iteration; nan if the rank
+        jumped over the iteration.
+      finished_seconds: Array [n]: the time at which each rank ended its last iteration; nan if the rank died and did
+        not come back in time.
       largest_gap: Array [n, n]: the largest Iter(i) - Iter(j) while both trained.
       most_updates: Array [n]: the most updates that each rank had in memory.
-      parameters: float32 array [n, d]: where each rank ended.
+      parameters: float32 array [n, d]: the last parameters of each rank.
       counters: Each rank's counters, as in `HopStrategy.report()`.
     """
 
@@ -115,16 +117,17 @@ def simulate_hop(
     Args:
       topology: As for `HopStrategy`.
       world_size: Number of ranks.
-      num_steps: Iterations of each rank; or a list with one number for each rank, as where ranks end early.
-      compute: How long each training step takes: the launcher's emulation, or `compute(rank)`, which gives an iterator
+      num_steps: The number of iterations of each rank, or a list with one number for each rank.
+      compute: The durations of training steps: the launcher's emulation, or `compute(rank)`, which returns an iterator
         of seconds, one for each step that the rank makes. Iterations that are jumped over take none.
-      link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes. Default: no time.
-      sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is for how long a message keeps its link busy
-        before that, and others to the same rank wait: bytes over bandwidth. Tokens that are sent by themselves do not
-        wait behind updates. Default: no time. As models are small here, take the bytes of yours.
-      problem: What is trained. Default: nothing, as where only speed matters.
+      link_seconds: `link_seconds(sender, receiver, num_bytes)` is the latency of a message. Default: no time.
+      sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is the time for which a message keeps its link
+        busy before its latency begins: bytes over bandwidth. Meanwhile other messages to the same rank wait. Tokens in
+        messages of their own do not wait behind updates. Simulated models are small, so use the bytes of your model.
+        Default: no time.
+      problem: The problem to train. Default: nothing is learned, for runs that measure only speed.
       hosts: The host of each rank, for a hierarchical topology.
-      faults: Ranks that die, and are started again. The others hear of a death after two seconds, or by the restart.
+      faults: Ranks that die, and are started again. The others notice a death after two seconds, or by the restart.
       **settings: Further arguments of `HopStrategy`: max_iteration_gap, num_backup_workers, max_staleness, skip,
         update_order, synchronization, on_peer_loss.
 
@@ -134,7 +137,7 @@ def simulate_hop(
     Raises:
       ValueError: If an argument is out of range.
       DeadlockError: If ranks wait for each other for ever. That would be an error in hop_tf.
-      HopError: What training would raise, for instance where a rank dies and `on_peer_loss` is "raise".
+      HopError: As training does, for instance if a rank dies and `on_peer_loss` is "raise".
     """
     job = Job(
         topology=resolve(topology, world_size, hosts),
@@ -168,7 +171,7 @@ class Job:
     """A simulated job, whose ranks can be killed. For the other arguments see `simulate_hop`.
 
     Args:
-      tracing_seconds: How long a process of a rank takes to trace its first step, when all have begun. Default: 0.
+      tracing_seconds: `tracing_seconds(rank)` is the time that a process takes to trace its first step. Default: 0.
       limit_seconds: See `VirtualCluster`.
 
     Attributes:
@@ -208,7 +211,7 @@ class Job:
         self._ranks = [self._make_rank(rank) for rank in range(topology.world_size)]
 
     def run(self) -> HopSimulation:
-        """Trains."""
+        """Runs the training."""
         self.cluster.run(lambda rank: self._ranks[rank].train())
         record = self._record
         for rank, process in enumerate(self._ranks):
@@ -224,7 +227,7 @@ class Job:
         )
 
     def schedule(self, fault: Fault) -> None:
-        """Lets a rank die."""
+        """Schedules the death of a rank."""
         self.cluster.scheduler.call_at(
             fault.seconds, lambda: self.kill(fault.rank, fault.restart_seconds, fault.reaches)
         )
@@ -266,7 +269,7 @@ class Job:
 
 
 class _Record:
-    """Where all ranks are, and were."""
+    """The iterations of all ranks, now and so far."""
 
     def __init__(self, world_size: int, num_steps: int):
         self.entered = np.full((world_size, num_steps), np.nan)
@@ -277,7 +280,7 @@ class _Record:
         self._trains = np.ones(world_size, bool)
 
     def end(self, rank: int, exchange: HopExchange | None) -> None:
-        """Nothing comes to this exchange any more; None: it was never made."""
+        """Takes the final numbers of a process's exchange. None: the process has not made one."""
         if exchange is not None:
             self.most_updates[rank] = max(self.most_updates[rank], exchange.most_updates_in_memory)
 
@@ -320,7 +323,7 @@ class _Rank(HopTraining, State):
         self._change = np.zeros_like(self.x)
         self._joining = Joining(self.membership, self, timeout_seconds=0.0)
 
-    # What others are told of it.
+    # State for other ranks.
 
     def signature(self, groups: str) -> bytes:
         return sign(groups, "", self.packing.specs)
@@ -331,7 +334,7 @@ class _Rank(HopTraining, State):
     def write(self, payload: np.ndarray) -> None:
         self.x = payload.view(np.float32).copy()
 
-    # Its life.
+    # The life of the process.
 
     def train(self) -> None:
         try:
@@ -339,7 +342,7 @@ class _Rank(HopTraining, State):
         except (PeerLostError, DeadlineExceededError) as error:
             if not self._was_restarted:
                 raise
-            self._give_up(error)  # Nobody is there any more.
+            self._give_up(error)  # All others have ended.
             return
         self.train_from(step)
 
@@ -373,7 +376,7 @@ class _Rank(HopTraining, State):
         check_seconds("compute", seconds, f" for step {step} of rank {self.rank}")
         return OwnSeconds(seconds)
 
-    # What it learns.
+    # Learning.
 
     def parameters(self) -> tuple[np.ndarray, ...]:
         (bucket,) = self.packing.zeros()

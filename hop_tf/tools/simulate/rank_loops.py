@@ -1,4 +1,4 @@
-"""The loop of a simulated rank: what Keras and the graph do around a strategy's exchange."""
+"""The loop of a simulated rank, in place of Keras and the graph around a strategy's exchange."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ GROUP, SESSION = "simulated", 1
 
 @dataclasses.dataclass(frozen=True)
 class OwnSeconds:
-    """What a rank does on its own in a step. Seconds.
+    """The seconds of a rank's own work in a step.
 
     Attributes:
       compute: From the batch to its gradients.
       input: Until the batch is there.
-      update: Behind the gradients, and what came of them.
+      update: After the gradients and the result of the exchange.
       callbacks: Between this step and the next one.
     """
 
@@ -48,18 +48,18 @@ class OwnSeconds:
 
 
 class Training(abc.ABC):
-    """A rank's loop: what Keras and the graph do around an exchange.
+    """A rank's loop, in place of Keras and the graph around an exchange.
 
     Args:
-      cluster: Where it trains.
-      rank: Its rank.
-      packing: What is exchanged.
-      own: What it does on its own in each step.
-      is_over: `is_over(rank, step)` is whether no further step is to be made, now that this one would begin. Default: a
-        subclass knows.
+      cluster: The cluster in which the rank trains.
+      rank: The rank.
+      packing: The packing of the vectors that are exchanged.
+      own: The seconds of the rank's own work in each step.
+      is_over: `is_over(rank, step)` returns True if the rank is to make neither this step nor further ones. It is
+        called when the step would begin. Default: a subclass overrides `is_through`.
 
     Attributes:
-      recorder: The rank's.
+      recorder: The recorder of the rank, or None.
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class Training(abc.ABC):
 
     @abc.abstractmethod
     def make_exchange(self) -> Exchange:
-        """Makes it."""
+        """Makes the rank's exchange."""
 
     @abc.abstractmethod
     def take_step(self, step: int, compute_seconds: float) -> int:
-        """Computes and communicates; returns how many steps are jumped over."""
+        """Computes and communicates. Returns the number of steps that are jumped over."""
 
     def train(self) -> None:
-        """All of it."""
+        """Makes all steps."""
         self.train_from(self.begin())
 
     def train_from(self, step: int) -> None:
-        """Makes this step, and those behind it."""
+        """Makes all steps from `step` on."""
         while not self.is_through(step):
             step += 1 + self._make_step(step)
         self.finish()
 
     def begin(self) -> int:
-        """Enters the session; returns the first step."""
+        """Enters the session. Returns the first step."""
         if self.recorder is not None:
             self.recorder.begin_session(SESSION)
         self.membership.begin_session()
@@ -107,14 +107,14 @@ class Training(abc.ABC):
         return 0
 
     def is_through(self, step: int) -> bool:
-        """Whether no further step is to be made, now that this one would begin."""
+        """True if the rank is to make neither this step nor further ones. Called when the step would begin."""
         return self._is_over(self.rank, step)
 
     def finish(self) -> None:
-        """Called then."""
+        """Called after the last step."""
 
     def next_own(self, step: int) -> OwnSeconds:
-        """What it does on its own in this step."""
+        """The seconds of the rank's own work in this step."""
         del step
         return next(self._own)
 
@@ -128,22 +128,22 @@ class Training(abc.ABC):
         return num_skipped
 
     def sleep_until(self, time: float) -> None:
-        """Lets time pass."""
+        """Lets virtual time pass until `time`."""
         if time > self.clock.now:
             self.clock.sleep(time - self.clock.now)
 
     def begin_to_compute(self, step: int, seconds: float) -> float:
-        """Computes now, and for so long; returns the time when that ends."""
+        """Records a computation of `seconds` that begins now. Returns the time at which it ends."""
         self.record(Kind.COMPUTE, self.clock.now, step, seconds)
         return self.clock.now + seconds
 
     def have_result(self, step: int, ready: float) -> None:
-        """What the step waited for since its gradients were there has come."""
+        """Records the wait for the exchange since `ready`, when the gradients were there, if there was a wait."""
         if self.clock.now > ready:
             self.record(Kind.RESULT, ready, step)
 
     def record(self, kind: Kind, begin: float, step: int, seconds: float | None = None) -> None:
-        """Records what began then, and lasted for so long; default: until now."""
+        """Records an interval from `begin` that lasted `seconds`. Default: until now."""
         if self.recorder is not None and self.recorder.records(step):
             now = self.clock.now
             seconds = now - begin if seconds is None else seconds
@@ -162,8 +162,8 @@ class AveragingTraining(Training):
         generator = np.random.default_rng(0)
         sizes = [len(part) for part in np.array_split(np.empty(self.packing.sizes[0]), num_segments)]
         self._values = [(generator.standard_normal(size, np.float32),) for size in sizes]
-        self._num_out = 0  # Segments of windows.
-        self._num_come: collections.Counter[int] = collections.Counter()  # Segments, by window.
+        self._num_out = 0  # Segments of windows that were submitted.
+        self._num_come: collections.Counter[int] = collections.Counter()  # Segments that were averaged, by window.
 
     def make_exchange(self) -> AveragingExchange:
         reductions = [
@@ -226,7 +226,7 @@ class AveragingTraining(Training):
 
 
 class HopTraining(Training):
-    """See `hop_tf.strategies.hop`. What is learned, and who joins late, is a subclass's.
+    """A rank under Hop. See `hop_tf.strategies.hop`. A subclass may add learning, and ranks that join late.
 
     Args:
       *arguments: As of `Training`.
@@ -239,26 +239,26 @@ class HopTraining(Training):
         self._topology, self._settings = topology, settings
         self._zeros = tuple(self.packing.zeros())
         for bucket in self._zeros:
-            bucket.flags.writeable = False  # So nobody copies it.
+            bucket.flags.writeable = False  # So that messages need no copy.
 
     def make_exchange(self) -> HopExchange:
         return HopExchange(self.context, topology=self._topology, settings=self._settings)
 
     def parameters(self) -> tuple[np.ndarray, ...]:
-        """What is sent: as buckets."""
+        """The buckets that the rank sends."""
         return self._zeros
 
     def compute(self, step: int) -> None:
-        """Computes what `apply` adds, with the parameters that there are when the step begins."""
+        """Computes the change for `apply`, at the parameters with which the step begins."""
 
     def apply(self) -> None:
-        """The optimizer's step."""
+        """Makes the optimizer's step."""
 
     def add(self, incoming: Incoming) -> None:
-        """Adds what came of the others' parameters."""
+        """Adds the exchange's change to the parameters."""
 
     def before_exchange(self, step: int) -> None:
-        """Called before the rank hands this step's parameters out."""
+        """Called before the rank submits this step's parameters."""
 
     def take_step(self, step: int, compute_seconds: float) -> int:
         is_serial = self._settings.update_order == "serial"
@@ -268,7 +268,7 @@ class HopTraining(Training):
             self.sleep_until(ready)
             self.apply()
         self.before_exchange(step)
-        # The communication thread waits while the rank computes: what comes first is waited for first.
+        # In reality the communication thread waits while the rank computes, so its wait comes first here.
         incoming = self._exchange_step(step, STEP, self.parameters())
         self.sleep_until(ready)
         incoming = incoming or self._exchange_step(step, REDUCTION, ())
@@ -281,7 +281,7 @@ class HopTraining(Training):
         return incoming.num_skipped
 
     def _exchange_step(self, step: int, segment: int, buckets: tuple) -> Incoming | None:
-        """One step of the exchange, as `ExchangeRunner` makes it."""
+        """Makes a step of the exchange, as `ExchangeRunner` does."""
         outgoing = Outgoing(step, segment, buckets)
         if self.recorder is None:
             return self.exchange.step(outgoing)

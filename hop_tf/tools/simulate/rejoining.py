@@ -1,4 +1,4 @@
-"""How a simulated rank, like a process, begins again after its death."""
+"""`catch_up`: a simulated rank begins again after its death, as a process does."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _NUM_ATTEMPTS = 20
 def catch_up(
     membership: Membership, joining: Joining, group: str, clock: Scheduler, *, attempt_seconds: float = 1.0
 ) -> int:
-    """The first step of a process: the number of those passed over, where it was started again.
+    """Returns the first step of a process: 0, or after a restart the number of steps that it skips.
 
-    One that cannot join, as all that it asks are dead too, tries again, like one with deadlines.
+    If the process cannot join because all ranks that it asks are dead, too, it tries again, as with real deadlines.
 
     Args:
-      membership: That of the rank.
-      joining: Its part in joining.
+      membership: The rank's membership.
+      joining: The rank's part in joining.
       group: Name of the group.
       clock: The virtual clock.
-      attempt_seconds: How long after an attempt the next one follows. Default 1.
+      attempt_seconds: The time from one attempt to the next. Default 1.
 
     Raises:
       PeerLostError: If 20 attempts fail.

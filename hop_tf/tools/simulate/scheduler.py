@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 
 class DeadlockError(RuntimeError):
-    """Some simulated ranks wait, and nothing can happen any more."""
+    """Raised if simulated ranks wait, and no event is left."""
 
 
 class Scheduler:
     """A virtual clock with events, and processes of which one runs at a time.
 
     Args:
-      limit_seconds: Where processes run still at this time, they are taken for some that never end. Default: never.
+      limit_seconds: The virtual time by which all processes must have ended. Default: no limit.
 
     Attributes:
       now: Virtual time in seconds.
-      num_events: Events that have happened.
+      num_events: The number of events that have happened.
     """
 
     def __init__(self, limit_seconds: float = math.inf):
@@ -36,11 +36,11 @@ class Scheduler:
         self._is_stopped = False
 
     def call_at(self, time: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` when the clock reaches `time`; events of one time run in the order of these calls."""
+        """Calls `callback` when the clock reaches `time`. Events of the same time run in the order of these calls."""
         heapq.heappush(self._events, (max(time, self.now), next(self._sequence), callback))
 
     def call_before_event(self, number: int, callback: Callable[[], None]) -> None:
-        """Calls `callback` when so many events have happened, and before the next one does."""
+        """Calls `callback` when `number` events have happened, before the next one."""
         self._before_events[number] = callback
 
     def spawn(self, name: str, body: Callable[[], None]) -> Process:
@@ -75,15 +75,15 @@ class Scheduler:
         return self._running
 
     def stop(self) -> None:
-        """Nothing happens any more: `run` abandons the processes that have not ended, and returns."""
+        """Ends the simulation: `run` abandons the processes that have not ended, and returns."""
         self._is_stopped = True
 
     def run(self) -> None:
         """Runs until every process has ended, or `stop` is called.
 
         Raises:
-          DeadlockError: If processes wait for something that cannot happen, or run still at `limit_seconds`.
-          BaseException: The first one that a process raised.
+          DeadlockError: If processes wait and no event is left, or processes still run at `limit_seconds`.
+          BaseException: The first exception that a process raised.
         """
         try:
             while self._events and not self._is_stopped:
@@ -112,7 +112,7 @@ class Process:
     """A thread that runs only between `resume` and its next `park`.
 
     Attributes:
-      frozen_until: It is not resumed before this time.
+      frozen_until: The process is not resumed before this time.
     """
 
     frozen_until = -math.inf
@@ -123,7 +123,8 @@ class Process:
         self.ended = False
         self._body: Callable[[], None] | None = body
         self._abandoned = False
-        # Locks that are held until it is this one's turn, or the scheduler's: they take turns some 100,000 times.
+        # Two locks, each held until it is the turn of this process or the scheduler. They are fast: there are some
+        # 100,000 turns.
         self._turn, self._parked = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._parked.acquire()
@@ -144,7 +145,7 @@ class Process:
             raise _Abandoned
 
     def abandon(self) -> None:
-        """Ends the thread wherever it is parked. Not called by a process."""
+        """Ends the thread at any place where it is parked. A process must not call this."""
         self._abandoned = True
         self.resume()
         self.thread.join()
@@ -152,7 +153,7 @@ class Process:
     def _run(self) -> None:
         self._turn.acquire()
         try:
-            body, self._body = self._body, None  # What it holds is not kept when it has ended.
+            body, self._body = self._body, None  # So that its memory is freed when it has ended.
             if not self._abandoned:
                 body()
         except _Abandoned:

@@ -1,8 +1,8 @@
-"""How long steps take under a strategy, on given ranks and links: its own protocol on a virtual clock.
+"""The duration of steps under a strategy, on given ranks and links: the strategy's own protocol on a virtual clock.
 
-What a rank does on its own is given, step by step, and so is what a message takes. All that is sent and waited for is
-the strategy's code: `HopExchange`, and the all-reduce of `AveragingExchange`, with the times at which Pipe-SGD and DTS
-hand out and merge. Nothing is learned: vectors are always the same.
+The durations of a rank's own work in each step, and of messages, are given. All sending and waiting is the strategy's
+code: `HopExchange`, and the all-reduce of `AveragingExchange`, with the times at which Pipe-SGD and DTS submit and
+merge. Nothing is learned: vectors are always the same.
 """
 
 from __future__ import annotations
@@ -26,24 +26,26 @@ from hop_tf.tools.simulate.scheduler import Scheduler
 from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.topology import resolve
 
-# What is no longer is a header.
+# A message of at most this many bytes is a header.
 _HEADER_BYTES = 64
-# Of longer vectors a part is sent, whose bytes stand for more: of an all-reduce so many values for each rank; of sparse
-# ones more, as few of them are sent, behind a header; under Hop few will do.
+# Of longer vectors only a part is sent, whose bytes stand for more. The sizes are values per rank of an all-reduce,
+# values of sparse vectors (more, because few of them are sent, behind a header), and values under Hop.
 _VALUES_OF_RANK, _SPARSE_VALUES, _HOP_VALUES = 2048, 1 << 16, 64
 _FIRST_STEPS = 3
-# In so many delays ranks have used up what a delay gives them once; but for windows that are hardly too slow.
+# After this many delays ranks have used up the time that a delay gives them once, unless windows are hardly too slow.
 _TIMES_DELAY = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What messages take.
+    """The speed of messages.
 
     Attributes:
-      latency_seconds: Until the first byte is there, array [n, n] by sender and receiver.
-      bytes_per_second: Array [n, n]; likewise, of one message that has its link and its sender's card to itself.
-      card_bytes_per_second: Of all that a rank sends at the same time, array [n]; None: whatever its links carry.
+      latency_seconds: Array [n, n] by sender and receiver: the time until the first byte is there.
+      bytes_per_second: Array [n, n] by sender and receiver: the rate of a message that has its link and its sender's
+        card to itself.
+      card_bytes_per_second: Array [n]: the rate of all messages together that a rank sends at the same time. None: the
+        card is no limit.
     """
 
     latency_seconds: np.ndarray
@@ -51,15 +53,15 @@ class Links:
     card_bytes_per_second: np.ndarray | None = None
 
     def latency(self, sender: int, receiver: int, num_bytes: int) -> float:
-        """As `link_seconds` of `VirtualCluster`."""
+        """The latency of a message, as `link_seconds` of `VirtualCluster`."""
         return float(self.latency_seconds[sender, receiver])
 
     def sending_seconds(self, sender: int, receiver: int, num_bytes: int) -> float:
-        """Likewise. Headers alone go between what others send."""
+        """The time of a message on its link, as `sending_seconds` of `VirtualCluster`. 0 for a header alone."""
         return num_bytes / float(self.bytes_per_second[sender, receiver]) if num_bytes > _HEADER_BYTES else 0.0
 
     def card_seconds(self, sender: int, num_bytes: int) -> float:
-        """Likewise."""
+        """The time of a message on the sender's card, as `card_seconds` of `VirtualCluster`. 0 for a header alone."""
         if self.card_bytes_per_second is None or num_bytes <= _HEADER_BYTES:
             return 0.0
         return num_bytes / float(self.card_bytes_per_second[sender])
@@ -67,12 +69,12 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """What a simulated training has taken.
+    """The result of a simulated training.
 
     Attributes:
-      rank_seconds: Of a step of each rank, array [n]. Steps that were jumped over count.
-      made_share: The share of all steps that were made; the others were jumped over.
-      most_updates: The most updates that a rank of Hop had in memory; 0 elsewhere.
+      rank_seconds: Array [n]: the seconds of a step of each rank. Steps that were jumped over count.
+      made_share: The share of all steps that were made. The others were jumped over.
+      most_updates: The most updates that a rank of Hop had in memory; 0 for other strategies.
     """
 
     rank_seconds: np.ndarray
@@ -81,7 +83,7 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        """The mean over the ranks."""
+        """The mean of a step's seconds over the ranks."""
         return float(np.mean(self.rank_seconds))
 
 
@@ -100,24 +102,24 @@ def simulate_training(
     num_values: int,
     recorders: MakeRecorder = lambda rank, scheduler: None,
 ) -> Simulation:
-    """Trains on a virtual clock, until all ranks have made their steps. Who has trains on meanwhile.
+    """Trains on a virtual clock until all ranks have made their steps. Ranks that have made them train on meanwhile.
 
     Args:
       strategy: "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
-      settings: Arguments of the strategy; those that do not change what is sent, or when, are passed over.
+      settings: Arguments of the strategy. Those that do not affect messages or their times are ignored.
       world_size: Number of ranks.
-      num_steps: Steps of each that are looked at, at least 2, in whole windows of DTS. Those that Hop jumps over count.
-        Before them a few are made, until ranks wait for each other as they do later on.
-      own: `own(rank)` yields, without an end, what that rank does on its own in each step that it makes.
-      links: What messages take.
+      num_steps: The number of steps of each rank that are measured, at least 2, rounded up to whole windows of DTS.
+        Steps that Hop jumps over count. A few steps come before them, until waits are as long as later on.
+      own: `own(rank)` yields, without an end, the seconds of the rank's own work in each step that it makes.
+      links: The speed of messages.
       num_values: Values of float32 that are exchanged.
       recorders: As of `VirtualCluster`. Ranks record what real ones do, until the last one has made its steps.
 
     Returns:
-      What it took.
+      The durations.
 
     Raises:
-      ValueError: If a setting is out of range, or the strategy another one.
+      ValueError: If a setting is out of range, or the strategy is another one.
     """
     check_choice("strategy", strategy, tuple(_SETUPS))
     check_integer("num_steps", num_steps, at_least=2)
@@ -143,12 +145,12 @@ def simulate_training(
 
 
 class _Goal:
-    """How many steps all are to make, and when each rank began each step.
+    """The number of steps that all ranks are to make, and the time at which each rank began each step.
 
     Args:
       cluster: The ranks.
-      num_first: Steps that are made before the others, and not looked at.
-      num_steps: The others.
+      num_first: The number of first steps, which are not measured.
+      num_steps: The number of steps after them, which are measured.
     """
 
     def __init__(self, cluster: VirtualCluster, num_first: int, num_steps: int):
@@ -158,16 +160,16 @@ class _Goal:
         self._through: set[int] = set()
 
     def is_reached(self, rank: int, step: int) -> bool:
-        """Whether all ranks have made their steps, now that `rank` is about to begin this one."""
+        """True if all ranks have made their steps. Called when `rank` is about to begin this step."""
         self._begins[rank][step] = self._scheduler.now
-        if step > self._end:  # With one more, records tell when the last one ended.
+        if step > self._end:  # One step more, so that records tell when the last one ended.
             self._through.add(rank)
             if len(self._through) == len(self._begins):
                 self._scheduler.stop()
         return len(self._through) == len(self._begins)
 
     def simulation(self, ranks: Sequence[Training]) -> Simulation:
-        """Of all but the first steps. A rank of Hop may jump over their end, or over the last step."""
+        """The result of all steps except the first ones. A rank of Hop may jump over their end, or the last step."""
         seconds, num_made, num_steps = [], 0, 0
         for begins in self._begins:
             first = max(step for step in begins if step <= self._first)
@@ -181,14 +183,14 @@ class _Goal:
 
 @dataclasses.dataclass(frozen=True)
 class _Setup:
-    """What is simulated.
+    """The setup of a simulation.
 
     Attributes:
-      make: Makes a rank's `Training`; arguments as there.
-      num_values: Values of float32 that are sent, if there are as many.
-      cluster_arguments: Of `VirtualCluster`.
-      num_first_steps: After how many steps a rank waits as long as it does later on.
-      period: After how many steps it waits again.
+      make: Makes a rank's `Training`, with the arguments of `Training`.
+      num_values: The most values of float32 that are sent.
+      cluster_arguments: Arguments of `VirtualCluster`.
+      num_first_steps: The number of steps after which waits are as long as later on.
+      period: The number of steps from one wait to the next.
     """
 
     make: Callable[..., Training]
@@ -223,7 +225,7 @@ def _averaging(
     return _Setup(
         make,
         _SPARSE_VALUES if isinstance(codec, codecs.Sparse) else _VALUES_OF_RANK * world_size,
-        # A delay is time that ranks have at first, and lose from window to window where these come too slowly.
+        # A delay is time that ranks have at first. If windows are too slow, ranks lose it from window to window.
         num_first_steps=max(_FIRST_STEPS, schedule.interval + _TIMES_DELAY * schedule.delay),
         period=schedule.interval,
     )

@@ -1,4 +1,4 @@
-"""What a scheme stands on, on a virtual clock: monitor, transport and cluster."""
+"""Monitor, transport and cluster on a virtual clock, the layer below an algorithm."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hop_tf.transport.base import Handler, Message, PeerStatus, Transport
 
 
 class VirtualMonitor(Monitor):
-    """A monitor on a scheduler's clock. As one process runs at a time, its lock is always free.
+    """A monitor on a scheduler's clock. Only one process runs at a time, so its lock is always free.
 
     Args:
       scheduler: The clock.
-      looks: Whether who waits looks now and then at what nobody notifies it of, as deadlines. Default: without a
-        notification nothing changes.
+      looks: True if a process that waits wakes now and then to check conditions without a notification, such as
+        deadlines. Default False: it wakes only by a notification.
     """
 
     def __init__(self, scheduler: Scheduler, looks: bool = False):
@@ -68,26 +68,28 @@ class VirtualMonitor(Monitor):
 class VirtualTransport(Transport):
     """A transport whose messages take virtual time, and whose rank may die and be started again.
 
-    What is on its way to or from a process arrives unless the receiver's process is another by then, or the receiver
-    has heard of another process of the sender: the first message of that one tells. What a process that has died has
-    sent may reach some ranks only: see `die`.
+    A message in flight is lost if a new process has taken the receiver's place. It is also lost if the receiver knows a
+    newer process of the sender, by a first message of that process. Messages of a process that has died may reach only
+    some ranks: see `die`.
 
     Args:
       rank: This rank.
       scheduler: The clock.
-      network: All ranks' transports; this one adds itself, or replaces that of an earlier process.
-      link_seconds: `link_seconds(sender, receiver, num_bytes)` is how long a message takes; infinity: it never arrives.
-        Messages to one peer on one lane keep their order: nor does what follows it there.
-      sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is for how long the link is busy with a message,
-        before `link_seconds` begin. Messages on one lane leave one after the other. Default: none is.
-      card_seconds: `card_seconds(sender, num_bytes)` is for how long a message occupies the card of its sender, if it
-        has it to itself. What goes to several ranks at the same time shares it: see `Wires`. Default: no time.
-      detection_seconds: How long a rank must be dead until others can know it.
+      network: All ranks' transports. This one adds itself, or replaces that of an earlier process.
+      link_seconds: `link_seconds(sender, receiver, num_bytes)` is the latency of a message. Infinity: neither it nor
+        any later message to that peer on that lane arrives, because messages keep their order.
+      sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is the time for which a message keeps the link
+        busy, before `link_seconds` begin. Messages on one lane leave one after the other. Default: no time.
+      card_seconds: `card_seconds(sender, num_bytes)` is the time for which a message occupies the sender's card, if it
+        has the card to itself. Messages to several ranks at the same time share the card: see `Wires`. Default: no
+        time.
+      detection_seconds: The time from a rank's death until others can know of it.
       on_restart: See `QueueTransport`.
-      pool: Where the arrays of messages come from. Default: a pool of its own.
-      cuts: Since when links are down, by sender and receiver. See `VirtualCluster.cut`.
-      recorder: Told of the messages whose step is recorded; None: nobody is.
-      payload_scale: How many bytes a byte of payload stands for, where vectors are shorter than those that are meant.
+      pool: The source of the arrays of messages. Default: a pool of its own.
+      cuts: The times since which links are down, by sender and receiver. See `VirtualCluster.cut`.
+      recorder: Recorder for messages of recorded steps, or None.
+      payload_scale: The number of bytes that a byte of payload stands for. Above 1 if vectors are shorter than the real
+        ones.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class VirtualTransport(Transport):
         self._incarnation = 1 + network[rank]._incarnation if rank in network else 0
         self._born_at = scheduler.now
         self._died_at: float | None = None
-        self._frozen = (-math.inf, -math.inf)  # Since when, and until when.
+        self._frozen = (-math.inf, -math.inf)  # Begin and end of the latest freeze.
         self._kept_for_thaw: list[tuple[VirtualTransport, Sending]] = []
         self._keeps = False
         self._reaches: Collection[int] | None = None
@@ -132,15 +134,15 @@ class VirtualTransport(Transport):
         self._retired: set[str] = set()
         self._held: dict[str, list[Message]] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
-        self._latest_arrival: dict[int, float] = {}  # Whatever the lane.
-        self._kept: list[Sending] = []  # For a peer that was never there, until it is.
+        self._latest_arrival: dict[int, float] = {}  # On any lane.
+        self._kept: list[Sending] = []  # Messages to peers that this rank has never met, until these are there.
         self._pool = pool or BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
         self._num_recorded: collections.Counter[tuple[int, int]] = collections.Counter()  # By peer and lane.
         network[rank] = self
         for other in network.values():
             other._bring_kept()
-            if self._incarnation and other is not self:  # Its heartbeats find this process where the former one was.
+            if self._incarnation and other is not self:  # The other's heartbeats find this process at the old address.
                 scheduler.call_at(scheduler.now + detection_seconds, lambda other=other: self._be_found(other))
 
     def _be_found(self, other: VirtualTransport) -> None:
@@ -176,18 +178,18 @@ class VirtualTransport(Transport):
         """See `Transport`."""
 
     def die(self, reaches: Collection[int] | None = None) -> None:
-        """The process is dead from now on. What it has sent, and is on its way, reaches these ranks; None: all."""
+        """Ends the process. Its messages in flight reach only the ranks in `reaches`. None: all."""
         self._died_at = self._scheduler.now
         self._reaches = reaches
         self._kept.clear()
         self._wires.stop()
 
     def freeze(self, seconds: float, keeps: bool = False) -> None:
-        """The process stands still for so long: it takes nothing, and is not heard. What is sent to it arrives later.
+        """Stops the process for some time: it takes no messages, and is silent. Messages to it arrive afterwards.
 
         Args:
-          seconds: How long.
-          keeps: True if what it has sent itself, and is on its way, arrives later, too. Default False.
+          seconds: The time.
+          keeps: True if the process's own messages in flight arrive afterwards, too. Default False.
         """
         self._keeps = keeps
         now, (begin, end) = self._scheduler.now, self._frozen
@@ -195,7 +197,7 @@ class VirtualTransport(Transport):
         self._scheduler.call_at(self._frozen[1], self._thaw)
 
     def _thaw(self) -> None:
-        if self._scheduler.now >= self._frozen[1]:  # Else it was frozen once more.
+        if self._scheduler.now >= self._frozen[1]:  # Otherwise the process was frozen once more.
             kept, self._kept_for_thaw = self._kept_for_thaw, []
             for sender, sending in kept:
                 sender._bring(sending)
@@ -215,12 +217,12 @@ class VirtualTransport(Transport):
 
     @property
     def queues(self) -> Collection[str]:
-        """Those that are registered."""
+        """The queues that are registered."""
         return self._handlers.keys()
 
     @property
     def num_held(self) -> int:
-        """Messages that have come to others."""
+        """The number of messages for queues that are not registered."""
         return sum(map(len, self._held.values()))
 
     def send(
@@ -259,7 +261,7 @@ class VirtualTransport(Transport):
         return len(message.header) + round(message.payload.nbytes * self._payload_scale)
 
     def _record_of(self, sending: Sending) -> dict:
-        """What is recorded of a message on both ends."""
+        """Returns the fields of a message that both ends record."""
         lane = _UNORDERED_LANE if sending.lane is None else sending.lane
         self._num_recorded[sending.peer, lane] += 1
         return {
@@ -289,7 +291,7 @@ class VirtualTransport(Transport):
             self._scheduler.call_at(arrival, lambda: self._bring(sending))
 
     def _check(self, name: str, seconds: float, peer: int) -> None:
-        if not 0 <= seconds < math.inf:  # Of some 100,000 messages, no text is made in vain.
+        if not 0 <= seconds < math.inf:  # Checked here first, so that some 100,000 messages need no text.
             check_seconds(name, seconds, f" from rank {self._rank} to rank {peer}")
 
     def _bring(self, sending: Sending) -> None:
@@ -304,7 +306,7 @@ class VirtualTransport(Transport):
             receiver._kept_for_thaw.append((self, sending))
             return
         if receiver._died_at is None:
-            self._meet(receiver)  # Who is connected knows with which process.
+            self._meet(receiver)  # A connection tells the sender the receiver's process.
             if sending.record is not None and receiver.recorder is not None:
                 receiver.recorder.add(Kind.RECEIVE, receiver.recorder.now(), peer=self._rank, **sending.record)
             receiver._receive(self, sending.message)
@@ -314,7 +316,7 @@ class VirtualTransport(Transport):
     def _joined(self, payload: Sequence[np.ndarray]) -> np.ndarray:
         parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in payload]
         if len(parts) == 1 and not parts[0].flags.writeable:
-            return parts[0]  # It stays what it is.
+            return parts[0]  # A read-only array needs no copy.
         data = self._pool.take(sum(part.nbytes for part in parts))
         np.concatenate(parts, out=data)
         data.flags.writeable = False
@@ -325,7 +327,7 @@ class VirtualTransport(Transport):
             self._deliver(message)
 
     def _meet(self, sender: VirtualTransport) -> bool:
-        """Whether `sender` is the process of its rank; takes it for that if it is a newer one."""
+        """True if `sender` is the newest process of its rank that is known here. Remembers it if it is newer."""
         known = self._peers.setdefault(sender.rank, sender)
         if known._incarnation < sender._incarnation:
             self._peers[sender.rank] = sender
@@ -390,13 +392,13 @@ class VirtualTransport(Transport):
         """See `Transport`."""
 
 
-# What records call the lane of messages that may arrive in any order.
+# The lane, in records, of messages that may arrive in any order.
 _UNORDERED_LANE = 1
 _NOTHING = np.empty(0, np.uint8)
 _NOTHING.flags.writeable = False
 
 
-# Who waits for ever is found at once, in whatever virtual time.
+# A wait without an end is found at once by the scheduler, so deadlines are not needed.
 _WITHOUT_DEADLINES = CommunicationOptions(timeout_seconds=1e9, progress_timeout_seconds=1e9)
 
 
@@ -413,16 +415,16 @@ class VirtualCluster:
       patience_seconds: See `Membership`.
       detection_seconds: See `VirtualTransport`.
       options: Deadlines. Default: there are none.
-      limit_seconds: See `Scheduler`. Given, who waits looks at deadlines now and then, as on real clocks. Default None:
-        it does so when it is notified of something only, and who waits for ever is found at once.
+      limit_seconds: See `Scheduler`. If given, a rank that waits looks at deadlines now and then, as on real clocks.
+        Default None: a rank looks only after a notification, and a wait without an end is found at once.
       num_servers: Number of parameter servers.
       card_seconds: See `VirtualTransport`.
-      recorders: `recorders(rank, scheduler)`: makes a rank's recorder, with the scheduler's clock. Default: none.
+      recorders: `recorders(rank, scheduler)` makes a rank's recorder, with the scheduler's clock. Default: none.
       payload_scale: See `VirtualTransport`.
 
     Attributes:
       scheduler: The clock and the processes.
-      memberships: One for each rank.
+      memberships: The membership of each rank.
       servers: The servers' transports, which follow those of the ranks.
       pool: Buffers for the arrays of ranks and of messages.
     """
@@ -482,39 +484,39 @@ class VirtualCluster:
         return _Thread()
 
     def cut(self, rank: int, other: int, one_way: bool = False) -> None:
-        """Nothing that these ranks send to each other arrives from now on. Each is silent to the other one.
+        """Cuts the link between two ranks: from now on none of their messages to each other arrive.
 
         Args:
           rank: A rank.
-          other: Another one.
-          one_way: Whether what `other` sends still arrives, and only `rank` is silent. Default False.
+          other: Another rank.
+          one_way: True if messages of `other` still arrive, and only `rank` is silent. Default False.
         """
         for pair in [(rank, other)] if one_way else [(rank, other), (other, rank)]:
             self._cuts[pair] = self.scheduler.now
 
     def freeze(self, rank: int, seconds: float, keeps: bool = False) -> None:
-        """The process of a rank stands still for so long, as one that was stopped. Called as an event.
+        """Stops the process of a rank for some time, as SIGSTOP does. Must be called as an event.
 
         Args:
           rank: The rank.
-          seconds: How long.
+          seconds: The time.
           keeps: See `VirtualTransport.freeze`.
         """
         self._network[rank].freeze(seconds, keeps)
         for process in self._processes[rank]:
             process.frozen_until = max(process.frozen_until, self.scheduler.now + seconds)
         if self._patience_seconds is not None and seconds > self._patience_seconds:
-            # Longer than the patience, not as long. Who waits looks four times as often.
+            # Ranks that wait look four times within the patience. The factor makes the fourth look come after its end.
             look = self._patience_seconds / 4 * (1 + 1e-9)
             for number in range(1, int(seconds / look) + 1):
                 self.scheduler.call_at(self.scheduler.now + number * look, self._wake_all)
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
-        """Ends the process of a rank now, wherever it is; False if it has ended. Called as an event.
+        """Ends the process of a rank now, at any point. Returns False if it had ended. Must be called as an event.
 
         Args:
           rank: The rank.
-          reaches: Ranks that get what it has sent before, and is on its way. Default None: all.
+          reaches: The ranks that get its messages in flight. Default None: all.
         """
         if self._processes[rank][0].ended:
             return False
@@ -524,12 +526,12 @@ class VirtualCluster:
         return True
 
     def close(self, rank: int, reaches: Collection[int] | None = None) -> None:
-        """The process of a rank takes no more messages from now on: it was killed (see `kill`), or has failed."""
+        """Stops a rank's process from taking messages: it was killed (see `kill`), or has failed."""
         self._network[rank].die(reaches)
         self.scheduler.call_at(self.scheduler.now + self._detection_seconds, self._wake_all)
 
     def restart(self, rank: int) -> Membership:
-        """Prepares another process for a rank whose process has died; returns its membership."""
+        """Prepares a new process for a rank whose process has died. Returns its membership."""
         self.memberships[rank] = self._join(rank, len(self.memberships))
         self.scheduler.call_at(self.scheduler.now + self._detection_seconds, self._wake_all)
         return self.memberships[rank]
@@ -564,13 +566,13 @@ class VirtualCluster:
         )
 
     def _wake_all(self) -> None:
-        """Deaths, unlike messages, notify nobody."""
+        """Wakes all ranks that wait. A death, unlike a message, does not notify them."""
         for membership in self.memberships:
             membership.monitor.notify_all()
 
 
 class _Thread:
-    """What `start_thread` returns: the cluster waits for all."""
+    """The thread that `start_thread` returns. Joining does nothing, because the cluster waits for all."""
 
     def join(self, timeout: float | None = None) -> None:
         pass

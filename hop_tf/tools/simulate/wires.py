@@ -1,4 +1,4 @@
-"""When what a rank sends has left: one message after the other to each peer, and what goes to several ones at once."""
+"""`Wires`: the times at which a rank's messages leave. Messages to one peer queue, those to several share the card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from hop_tf.tools.simulate.scheduler import Scheduler
 from hop_tf.transport.base import Message
 
-# What is less than this share of a time is an error of rounding.
+# A difference below this share of a time is an error of rounding.
 _ROUNDING = 1e-9
 
 
@@ -20,16 +20,17 @@ class Sending:
     Attributes:
       message: The message.
       peer: The receiver.
-      lane: Of the message.
-      num_bytes: How many bytes it stands for.
-      put_at: When it was handed over.
-      seconds: How long it takes on its link alone.
-      card_seconds: How long it would occupy the sender's card if nothing else did, and its link was as fast.
-      receiver: The receiver's process, where that is known.
-      record: What both ends are to record; None: nothing.
-      step: The step in which it was handed over.
-      left: What is still to be sent of `card_seconds`.
-      share: Of the card, which it has now.
+      lane: The lane of the message.
+      num_bytes: The number of bytes that the message stands for.
+      put_at: The time at which it was enqueued.
+      seconds: The time that it takes on its link, if it has the card to itself.
+      card_seconds: The time that it would occupy the sender's card, if it had the card to itself and its link was fast
+        enough.
+      receiver: The receiver's process, if that is known.
+      record: The fields that both ends are to record, or None.
+      step: The step in which it was enqueued.
+      left: The rest of `card_seconds` that is still to be sent.
+      share: Its present share of the card.
     """
 
     message: Message
@@ -47,32 +48,32 @@ class Sending:
 
     @property
     def most(self) -> float:
-        """The share of the card that its link can use."""
+        """The share of the card that the message's link can use."""
         return min(1.0, self.card_seconds / self.seconds) if self.seconds else 1.0
 
 
 class Wires:
-    """What leaves a rank.
+    """The messages that leave a rank.
 
-    To each peer, and on each lane, one message leaves after the other. Those that leave at the same time share the
-    card, alike, but that none gets more than its link carries; what that one leaves over is for the others:
+    To each peer, and on each lane, one message leaves after the other. Messages that leave at the same time have equal
+    shares of the card. No message gets more than its link carries, and the others share the rest:
 
-        share(i)  =  min(most(i), level),  where  sum over i of share(i)  =  1  if the card is what limits them
+        share(i)  =  min(most(i), level),  where  sum over i of share(i)  =  1  if the card is the limit
 
     Args:
       scheduler: The clock.
       begin: Called with a message when it begins to leave.
-      end: Called when it has left.
+      end: Called with a message when it has left.
     """
 
     def __init__(self, scheduler: Scheduler, begin: Callable[[Sending], None], end: Callable[[Sending], None]):
         self._scheduler = scheduler
         self._begin, self._end = begin, end
-        # By peer and lane: the message that leaves, and those behind it.
+        # By peer and lane: the message that leaves, and the messages behind it.
         self._streams: dict[tuple[int, int | None], collections.deque[Sending]] = {}
-        self._sharing: list[Sending] = []  # Those that leave, and occupy the card.
+        self._sharing: list[Sending] = []  # The messages that leave and occupy the card.
         self._shared_at = 0.0
-        self._num_shared = 0  # What was foreseen before is void.
+        self._num_shared = 0  # Events that were scheduled with an earlier number are void.
         self._is_due = False
 
     def put(self, sending: Sending) -> None:
@@ -85,16 +86,16 @@ class Wires:
             self._start(stream)
 
     def waiting(self, peer: int, lane: int | None) -> Iterable[Sending]:
-        """What has not begun to leave, the oldest first."""
+        """The messages that have not begun to leave, the oldest first."""
         stream = self._streams.get((peer, lane), ())
         return (sending for place, sending in enumerate(stream) if place)
 
     def is_busy(self, peer: int) -> bool:
-        """Whether something is to leave for this peer."""
+        """True if a message to this peer has not left."""
         return any(stream and receiver == peer for (receiver, _), stream in self._streams.items())
 
     def stop(self) -> None:
-        """Nothing begins to leave any more."""
+        """Drops the messages that have not begun to leave."""
         for stream in self._streams.values():
             while len(stream) > 1:
                 stream.pop()
@@ -120,7 +121,7 @@ class Wires:
     # The card.
 
     def _share_soon(self) -> None:
-        """When all that begins or ends now has."""
+        """Shares the card anew, after all messages that begin or end at this time have done so."""
         if not self._is_due:
             self._is_due = True
             self._scheduler.call_at(self._scheduler.now, self._share)

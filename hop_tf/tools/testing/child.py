@@ -1,7 +1,7 @@
-"""What a process of a `MultiProcessRunner` does: it runs a function or a script, and leaves the value in a file.
+"""A process of a `MultiProcessRunner`: runs a function or a script, and leaves the value in a file.
 
-It is called in a fork of a process server, or run as a program: `python -P child.py specification value`. Nothing but
-the standard library is imported before the test's own code is.
+It is called in a fork of a process server, or run as a program: `python -P child.py specification value`. It imports
+only the standard library before the test's own code.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import signal
 import sys
 from types import ModuleType
 
-# As in hop_tf.tools.processes.server, which this program must not import before `sys.path` is set.
+# Equal to that in hop_tf.tools.processes.server, which this program must not import before `sys.path` is set.
 _STACKS_SIGNAL = signal.SIGUSR1
 
-# Where the main module of the test's process is loaded under its own name, its tests would run here.
+# The name under which the test's main module is loaded. As "__main__" its tests would run here.
 _MAIN = "__hop_tf_test_main__"
 
 
 def main(specification_path: str, value_path: str) -> None:
-    """Runs what the specification says.
+    """Runs the function or script of a specification.
 
     Args:
-      specification_path: A pickled dictionary, see `MultiProcessRunner`.
-      value_path: Where to write the function's pickled value.
+      specification_path: The path of a pickled dictionary. See `MultiProcessRunner`.
+      value_path: The path to which to write the function's pickled value.
     """
     faulthandler.enable()
     faulthandler.register(_STACKS_SIGNAL, all_threads=True)
@@ -51,7 +51,10 @@ def _run_script(path: str, arguments: list[str]) -> None:
 
 
 def _load_module(name: str, path: str) -> ModuleType:
-    """Imports a module by name where that leads to its file, else from the file: a test file need not be importable."""
+    """Imports a module by name if the name leads to its file, or otherwise from the file.
+
+    So a test file need not be importable.
+    """
     if _is_importable(name, path):
         return importlib.import_module(name)
     name = _MAIN if name == "__main__" else name
@@ -71,7 +74,7 @@ def _is_importable(name: str, path: str) -> bool:
 
 
 def _write_value(value: object, path: str) -> None:
-    """Writes the value so that it is there as a whole, or not at all."""
+    """Writes the value, as a whole or not at all."""
     with open(f"{path}.part", "wb") as file:
         pickle.dump(value, file)
     os.replace(f"{path}.part", path)

@@ -17,15 +17,15 @@ from hop_tf.keras_hook.adapted import become_rank
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.transport import InProcessNetwork, InProcessTransport
 
-# A parameter server ends when the last rank does.
+# The time that a parameter server may take to serve, and to end after the last rank.
 _SERVER_SECONDS = 30.0
 
 
 class InProcessCluster:
     """Runs a function on every rank of a cluster, each in a thread of this process.
 
-    It needs no ports and starts no processes, so that a test of a model takes little longer than its training. What
-    ranks exchange is what they exchange between processes; a process that dies is a matter for `MultiProcessRunner`.
+    It needs no ports and starts no processes, so that a test of a model takes little longer than its training. Ranks
+    exchange the same messages as between processes. For processes that die, use `MultiProcessRunner`.
 
         def make_strategy(cluster_resolver):
             return hop_tf.HopStrategy(topology="ring", cluster_resolver=cluster_resolver)
@@ -37,18 +37,18 @@ class InProcessCluster:
 
         histories = InProcessCluster(4, make_strategy).run(train)
 
-    Ranks share what a process has once: global random seeds (`keras.utils.set_random_seed`; draws of the ranks then
-    come in any order, so give layers seeds of their own), environment variables, and devices.
+    Ranks share the global state of the process: environment variables, devices, and global random seeds
+    (`keras.utils.set_random_seed`). The ranks' draws come in any order, so give layers seeds of their own.
 
     Args:
       num_workers: Number of ranks, at least 1.
-      make_strategy: Makes the strategy of a rank, whose `cluster_resolver` is its argument. It is called for each
-        parameter server, too, and serves there.
+      make_strategy: `make_strategy(cluster_resolver)` makes the strategy of a rank. It is also called for each
+        parameter server, and serves there.
       num_ps: Number of parameter servers. Default 0.
-      timeout_seconds: How long `run` may take. Default 300.
+      timeout_seconds: The longest time of `run`. Default 300.
 
     Raises:
-      ValueError: If `num_workers` is no positive integer, or `num_ps` is negative.
+      ValueError: If `num_workers` is not a positive integer, or `num_ps` is negative.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class InProcessCluster:
         """Calls `fn(strategy)` for every rank and shuts the strategies down. May be called again.
 
         Args:
-          fn: What a rank does.
+          fn: The function of a rank.
 
         Returns:
-          What `fn` returned, in the order of the ranks.
+          The values of `fn`, in the order of the ranks.
 
         Blocks: until all ranks have returned, at most `timeout_seconds`.
 
         Raises:
-          Exception: What `fn` has raised; if on several ranks, on the first in time.
-          DeadlineExceededError: If a rank has not returned in time; the message shows where it is.
+          Exception: The exception of `fn`. If several ranks raise, the first one in time.
+          DeadlineExceededError: If a rank has not returned in time. The message shows its stack.
         """
         network = InProcessNetwork(self._num_workers + self._num_ps)
         strategies: list[ExchangeStrategy] = []
@@ -98,7 +98,7 @@ class InProcessCluster:
                 server.join()
 
     def _resolver(self, network: InProcessNetwork, task_type: str, task_id: int) -> _Resolver:
-        # The addresses are names only, and 0 is no port.
+        # The addresses are only names. Ports begin with 1, because 0 is not a port.
         addresses = [f"in-process:{1 + number}" for number in range(len(network.addresses))]
         tasks = {"worker": addresses[: self._num_workers], "ps": addresses[self._num_workers :]}
         return _Resolver(network, {name: task for name, task in tasks.items() if task}, task_type, task_id)
@@ -130,13 +130,13 @@ class _Server:
         self._thread.start()
 
     def wait_until_it_serves(self, serves: Callable[[], bool]) -> None:
-        """Ranks that are done before would say so to nobody. Returns also where it has failed, or is late."""
+        """Waits until the server serves, has failed, or is late. Otherwise ranks could end before it hears of them."""
         deadline = time.monotonic() + _SERVER_SECONDS
         while self._thread.is_alive() and not serves() and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def join(self) -> None:
-        """Waits until it has served; raises what it has raised."""
+        """Waits until the server has ended. Raises its exception, if there is one."""
         self._thread.join(_SERVER_SECONDS)
         if self._thread.is_alive():
             raise DeadlineExceededError(f"{self._thread.name} still serves, {_SERVER_SECONDS:g} s after all ranks.")
@@ -147,7 +147,7 @@ class _Server:
         try:
             self._make_strategy(self._resolver)
         except SystemExit:
-            pass  # So ends the script of a parameter server.
+            pass  # The script of a parameter server ends in this way.
         except BaseException as error:
             self._failure = error
 
@@ -157,7 +157,7 @@ class _Rank:
 
     Attributes:
       thread: The thread.
-      value: What the function returned.
+      value: The value of the function.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class _Rank:
         self.thread = threading.Thread(target=self._run, name=f"hop_tf rank {strategy.rank}", daemon=True)
 
     def stack(self) -> str:
-        """Where the thread is."""
+        """The thread's present stack, as text."""
         frame = sys._current_frames().get(self.thread.ident)
         return f"{self.thread.name}:\n{''.join(traceback.format_stack(frame)) if frame else ''}"
 
@@ -194,5 +194,5 @@ class _Resolver(tf.distribute.cluster_resolver.SimpleClusterResolver):
 
     def make_transport(self, rank: int, addresses, *, identity, in_turn=True, **arguments) -> InProcessTransport:
         """See `Cluster.make_transport`."""
-        del addresses, identity, in_turn  # One program has one version, one set of settings, one cluster at a time.
+        del addresses, identity, in_turn  # In one program, versions, settings and clusters cannot differ.
         return InProcessTransport(rank, self._network, **arguments)

@@ -41,7 +41,7 @@ _fork_servers_lock = threading.Lock()
 
 
 class MultiProcessError(HopError, AssertionError):
-    """A process of a multi-process test failed, hung, or did not print what was waited for.
+    """Raised if a process of a multi-process test failed, hung, or did not print an awaited line.
 
     The message ends with the last lines of every process's log.
     """
@@ -49,13 +49,13 @@ class MultiProcessError(HopError, AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessResult:
-    """What became of one process.
+    """The result of one process.
 
     Attributes:
-      task: Which one, for instance `Task("worker", 2)`.
-      exit_code: Its exit code, or minus the number of the signal that ended it.
-      value: What the function returned; None if it did not return, and for scripts.
-      output: All that the process printed, standard error included.
+      task: The task of the process, for instance `Task("worker", 2)`.
+      exit_code: The exit code, or minus the number of the signal that ended the process.
+      value: The value of the function. None if it did not return, and for scripts.
+      output: The whole output of the process, including standard error.
     """
 
     task: Task
@@ -66,7 +66,7 @@ class ProcessResult:
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What became of all processes. `results[rank]` is that of a worker.
+    """The results of all processes. `results[rank]` is the result of a worker.
 
     Attributes:
       workers: The workers' results, in the order of their ranks.
@@ -81,14 +81,14 @@ class Results:
 
     @property
     def values(self) -> list[Any]:
-        """What the function returned in each worker."""
+        """The value of the function in each worker."""
         return [result.value for result in self.workers]
 
     def raise_for_errors(self, *, except_ranks: Sequence[int] = ()) -> Results:
-        """Raises MultiProcessError if a process did not end with exit code 0; returns these results otherwise.
+        """Raises MultiProcessError if a process did not end with exit code 0. Otherwise returns these results.
 
         Args:
-          except_ranks: Workers that may end as they like, for instance because the test killed them.
+          except_ranks: Workers that may end with any exit code, for instance because the test killed them.
         """
         failed = [
             result
@@ -106,7 +106,7 @@ class MultiProcessRunner:
     """Runs a function, or a script, in every process of a cluster on this machine.
 
     Each process has its `TF_CONFIG`, its share of the cores, and a process group of its own. No process outlives the
-    runner, the test, or the interpreter that runs the test, however that ends.
+    runner, the test, or the interpreter that runs the test, even if that is killed.
 
         def train(num_epochs):
             strategy = hop_tf.HopStrategy()
@@ -117,21 +117,21 @@ class MultiProcessRunner:
             results = runner.join().raise_for_errors()
         weights = results.values  # one list per rank
 
-    Unless `preload` is empty the processes are forked from a server that has imported those modules and done nothing
-    else; it has a single thread, so that this is safe. It is started once per interpreter. So a process starts in a
-    fraction of a second instead of the seconds that TensorFlow takes to import. Environment variables that a preloaded
-    module reads when it is imported must be set before the first runner starts.
+    Unless `preload` is empty the processes are forked from a server that has only imported those modules. This is safe
+    because the server has a single thread. It is started once per interpreter. So a process starts in a fraction of a
+    second instead of the seconds that TensorFlow takes to import. Environment variables that a preloaded module reads
+    when it is imported must be set before the first runner starts.
 
     Args:
       target: A function of a module's top level, or the path of a Python script. The file of a function's module is
         loaded in every process, and need not be importable by name. The value of a function must be picklable.
       num_workers: Number of workers, at least 1.
       args: Arguments of the function (picklable), or of the script (strings).
-      env: Environment variables, on top of this process's.
+      env: Environment variables, in addition to this process's.
       timeout_seconds: Time from the start after which everything is killed and `join` raises. Default 120.
       num_ps: Number of parameter servers, which run the same target.
-      log_dir: Directory for the logs, `worker_0.log` and so on; None for one that is removed in the end.
-      preload: Modules to import once; empty for a fresh interpreter per process.
+      log_dir: Directory for the logs, `worker_0.log` and so on, or None for one that is removed at the end.
+      preload: Modules to import once, or empty for a fresh interpreter per process.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -172,7 +172,7 @@ class MultiProcessRunner:
         """Starts all processes. Returns this runner.
 
         Raises:
-          RuntimeError: If it has been started before.
+          RuntimeError: If the runner has been started before.
           ProcessError: If a process or the server cannot be started.
         """
         if self._directory is not None:
@@ -186,7 +186,7 @@ class MultiProcessRunner:
 
     @property
     def addresses(self) -> list[str]:
-        """Where each worker serves, as "host:port"; once they were started."""
+        """The "host:port" of each worker, after the start."""
         environment = next(iter(self._environments.values()))
         return json.loads(environment["TF_CONFIG"])["cluster"]["worker"]
 
@@ -194,12 +194,12 @@ class MultiProcessRunner:
         """Waits for all processes to end.
 
         Returns:
-          What became of them.
+          Their results.
 
         Raises:
-          RuntimeError: If they have not been started.
-          MultiProcessError: If some still run at the deadline. The stacks of their threads are in the message, and
-            all are killed.
+          RuntimeError: If the processes have not been started.
+          MultiProcessError: If some processes still run at the deadline. The stacks of their threads are in the
+            message, and all processes are killed.
 
         Blocks: until all have ended, at most until the deadline.
         """
@@ -236,7 +236,7 @@ class MultiProcessRunner:
           The match.
 
         Raises:
-          MultiProcessError: If the process ends, or the time is over, before.
+          MultiProcessError: If the process or the time ends before.
         """
         task = self._find_task(rank, task_type)
         remaining_seconds = max(0.0, self._deadline - time.monotonic())
@@ -250,7 +250,7 @@ class MultiProcessRunner:
         return match
 
     def send_signal(self, rank: int, signum: int, *, task_type: str = "worker") -> None:
-        """Sends a signal to a process and to those that it started."""
+        """Sends a signal to a process and to the processes that it started."""
         self._processes[self._find_task(rank, task_type)].send_signal(signum)
 
     def kill(self, rank: int, *, task_type: str = "worker") -> None:
@@ -262,10 +262,10 @@ class MultiProcessRunner:
     def restart(self, rank: int, *, task_type: str = "worker") -> None:
         """Starts a process again that has ended, with the same environment, as a supervisor would.
 
-        Output and result are those of the new process from now on.
+        From now on, output and result are those of the new process.
 
         Raises:
-          RuntimeError: If it still runs.
+          RuntimeError: If the process still runs.
         """
         task = self._find_task(rank, task_type)
         if self._processes[task].running:
@@ -288,7 +288,7 @@ class MultiProcessRunner:
         self.send_signal(rank, signal.SIGCONT, task_type=task_type)
 
     def close(self) -> None:
-        """Kills what still runs and removes temporary files. May be called twice; `join` does it too."""
+        """Kills running processes and removes temporary files. May be called twice; `join` does it, too."""
         self._stop_processes()
         self._resources.close()
 
@@ -371,7 +371,7 @@ class MultiProcessRunner:
         return [task for task, process in self._processes.items() if process.running]
 
     def _print_stacks(self) -> None:
-        """Has the running processes print the stacks of all their threads."""
+        """Lets the running processes print the stacks of all their threads."""
         for task in self._running():
             self._processes[task].send_signal(STACKS_SIGNAL)
         self._server.wait_until(lambda: not self._running(), _STACKS_SECONDS)
@@ -392,10 +392,10 @@ class MultiProcessRunner:
 
 
 def start_fork_server(*, preload: Sequence[str] = DEFAULT_PRELOAD) -> ProcessServer:
-    """Starts the server that runners with this `preload` share, unless it is there; returns at once.
+    """Starts the server that runners with this `preload` share, unless it runs already. Returns at once.
 
-    Runners do so by themselves. Called early, for instance while tests are collected, the server imports its modules
-    meanwhile.
+    Runners call this themselves. If it is called early, for instance while tests are collected, the server imports its
+    modules meanwhile.
     """
     preload = tuple(preload)
     with _fork_servers_lock:
@@ -406,7 +406,7 @@ def start_fork_server(*, preload: Sequence[str] = DEFAULT_PRELOAD) -> ProcessSer
 
 
 def stop_fork_server(*, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
-    """Ends the server that runners with this `preload` share. It ends with the interpreter anyhow."""
+    """Ends the server that runners with this `preload` share. Otherwise it ends with the interpreter."""
     with _fork_servers_lock:
         server = _fork_servers.pop(tuple(preload), None)
         if server is not None:
@@ -414,7 +414,7 @@ def stop_fork_server(*, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
 
 
 def _specify(target: Callable[..., Any] | str | os.PathLike, args: Sequence[Any]) -> dict[str, Any]:
-    """Describes what to run, in builtin types only: a process reads it before it can import anything else."""
+    """Describes the target, in builtin types only, because a process reads it before it can import anything else."""
     sys_path = [os.path.abspath(path) for path in sys.path]
     if isinstance(target, (str, os.PathLike)):
         if not os.path.isfile(target):

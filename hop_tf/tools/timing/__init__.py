@@ -1,10 +1,10 @@
-"""How long a step takes, by the papers' models, and which settings they recommend.
+"""Step times by the papers' models, and the settings that the models recommend.
 
-    costs                what a step computes, and what communication costs
+    costs                the costs of computation and communication
     pipe_sgd             Pipe-SGD: Equations 2 to 7
     dts                  DTS: Table 1
-    dts_recommendation   which of its settings to take
-    measurement          the same for a live cluster
+    dts_recommendation   the recommended settings of DTS
+    measurement          predictions and recommendations for a live cluster
     schedules            steps of ranks that are not alike
 
 All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.

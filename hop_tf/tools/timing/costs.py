@@ -1,4 +1,4 @@
-"""What a step computes, and what communication costs."""
+"""The costs of a step's computation and communication."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from hop_tf.codecs import Codec, Identity, Sparse
 from hop_tf.collectives.vectors import goes_sparse
 
 FLOAT32_BYTES = 4
-# Predictions are not finer than this: of settings that differ by less, the one that changes training less is taken.
+# Predictions are not finer than this. If settings differ by less, the one that changes training less is taken.
 RESOLUTION = 0.02
 # A backward pass takes about twice as long as a forward pass.
 FORWARD_SHARE = 1 / 3
-ALGORITHMS = ("mesh", "ring")  # Those of `hop_tf.collectives` that the models know.
+ALGORITHMS = ("mesh", "ring")  # The algorithms of `hop_tf.collectives` that the models know.
 _WAYS = (*ALGORITHMS, "all_gather")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkCosts:
-    """What communication costs.
+    """The costs of communication.
 
     Attributes:
       latency_seconds: Time until the first byte of a message is there [alpha].
       seconds_per_byte: Time that a rank takes to send a byte, while it receives one [beta].
       reduce_seconds_per_byte: Time to add a byte of float32 [gamma].
       synchronization_seconds: Time until all ranks have begun an all-reduce [S].
-      mesh_slowdown: How many times as long a byte takes in a mesh, where a rank is sent to by all others at once, as in
-        a ring: more than 1 where links drop packets then, as slow ones with short queues do; less where one connection
-        does not fill a link, or one of the ring's links is slower than the others.
+      mesh_slowdown: The time of a byte in a mesh, in which all others send to a rank at once, relative to a ring. It is
+        above 1 if links then drop packets, as slow ones with short queues do. It is below 1 if one connection does not
+        fill a link, or one of the ring's links is slower than the others.
 
     Raises:
-      ValueError: If one is negative.
+      ValueError: If a cost is negative.
     """
 
     latency_seconds: float
@@ -48,7 +48,7 @@ class NetworkCosts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step computes.
+    """The computation of a step.
 
     Attributes:
       update_seconds: Duration of the optimizer's update [l_up].
@@ -56,7 +56,7 @@ class Step:
       backward_seconds: Duration of the backward pass [l_back].
 
     Raises:
-      ValueError: If one is negative.
+      ValueError: If a duration is negative.
     """
 
     update_seconds: float = 0.0
@@ -69,13 +69,13 @@ class Step:
 
     @classmethod
     def of_computing(cls, seconds: float, update_seconds: float = 0.0) -> Step:
-        """A step whose forward and backward pass take so long together, as a rule one third and two."""
+        """Returns a step whose forward and backward pass take `seconds` together, one third and two thirds."""
         forward = FORWARD_SHARE * seconds
         return cls(update_seconds=update_seconds, forward_seconds=forward, backward_seconds=seconds - forward)
 
     @property
     def seconds(self) -> float:
-        """All three together [l_up + l_comp]."""
+        """The duration of update, forward and backward pass together [l_up + l_comp]."""
         return self.update_seconds + self.forward_seconds + self.backward_seconds
 
 
@@ -94,12 +94,12 @@ def communication_seconds(
         L R alpha  +  max(2 (p - 1) / p n beta r, c n)  +  (p - 1) / p n gamma  +  L S
 
     A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2. Without a codec (r = 1, c = 0) and with a
-    ring that is the paper's. A codec works while earlier chunks travel (Figure 3 (b)): what takes longer counts. An
-    all-gather, by which sparse vectors travel, takes R = 1; a rank sends and adds (p - 1) r n bytes there. In a mesh
-    beta is `mesh_slowdown` times as long.
+    ring this is the paper's formula. A codec works while earlier chunks travel (Figure 3 (b)), so the longer of the two
+    counts. Sparse vectors travel by an all-gather. It takes R = 1, and a rank sends and adds (p - 1) r n bytes. In a
+    mesh beta is `mesh_slowdown` times as long.
 
     Args:
-      network: What communication costs.
+      network: The costs of communication.
       world_size: Number of ranks [p].
       num_bytes: Size of the gradients as float32 [n].
       num_segments: Parts that are reduced one after the other [L].
@@ -134,21 +134,21 @@ def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", by
 
 
 def num_messages(algorithm: str, world_size: int) -> int:
-    """Messages that follow each other in an all-reduce [R]; arguments and errors as of `communication_seconds`."""
+    """The messages that follow each other in an all-reduce [R]. Arguments and errors as of `communication_seconds`."""
     return _way(algorithm, world_size, 1.0).num_messages
 
 
 def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float) -> tuple[str, float]:
-    """How vectors travel that all-reduce is to encode with `codec`.
+    """The algorithm and the size of vectors that an all-reduce encodes with `codec`.
 
     Args:
       codec: The codec.
-      algorithm: "mesh" or "ring", which whole vectors take.
+      algorithm: "mesh" or "ring", for vectors that are not sparse.
       world_size: Number of ranks.
       bytes_per_value: Bytes of a value without a codec.
 
     Returns:
-      The algorithm they take, and encoded bytes per byte of float32.
+      The algorithm of the vectors, and encoded bytes per byte of float32.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -157,7 +157,7 @@ def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float
     check_not_negative("bytes_per_value", bytes_per_value)
     if isinstance(codec, Identity):
         encoded = bytes_per_value if codec == Identity() else codec.bytes_per_value
-        if algorithm == "ring":  # On one half of their way they are float32 at least: see `Codec.for_sums`.
+        if algorithm == "ring":  # On half of their way vectors are float32 at least: see `Codec.for_sums`.
             encoded = (encoded + max(encoded, FLOAT32_BYTES)) / 2
         return algorithm, encoded / FLOAT32_BYTES
     if isinstance(codec, Sparse):
@@ -169,7 +169,7 @@ def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float
 
 @dataclasses.dataclass(frozen=True)
 class _Way:
-    """How a vector travels: messages after each other, and bytes sent and added per byte of float32."""
+    """The route of a vector: messages that follow each other, and bytes sent and added per byte of float32."""
 
     num_messages: int
     sent: float
@@ -188,20 +188,20 @@ def _way(algorithm: str, world_size: int, bytes_per_byte: float) -> _Way:
 
 
 def scaling_efficiency(step: Step, step_seconds: float) -> float:
-    """Pipe-SGD's Equation 7: the share of p times one rank's speed that p ranks have.
+    """Pipe-SGD's Equation 7: the speed of p ranks, divided by p times one rank's speed.
 
     Args:
-      step: What a step computes: all there is to it in a world of one.
+      step: The computation of a step, which is the whole step in a world of one.
       step_seconds: Duration of a step of p ranks.
 
     Returns:
-      (l_up + l_comp) / step_seconds; 1 where a step takes no time.
+      (l_up + l_comp) / step_seconds; 1 if a step takes no time.
     """
     return step.seconds / step_seconds if step_seconds > 0 else 1.0
 
 
 def check_codec_names(names: Iterable[str]) -> list[str]:
-    """The names as a list; raises ValueError if there are none."""
+    """Returns the names as a list. Raises ValueError if there are none."""
     names = list(names)
     if not names:
         raise ValueError(f"`codec_names` must name at least one codec. Received: codec_names={names!r}.")
@@ -209,6 +209,6 @@ def check_codec_names(names: Iterable[str]) -> list[str]:
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Raises ValueError if a time or size is negative, or no number."""
+    """Raises ValueError if a time or size is negative or nan."""
     if not value >= 0:
         raise ValueError(f"`{name}` must not be negative. Received: {name}={value!r}.")

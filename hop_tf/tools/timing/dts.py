@@ -1,6 +1,7 @@
-"""How long a step takes under DTS, by the paper's model, and which settings it recommends.
+"""The paper's model of a step under DTS.
 
-The mean of a window of p steps is due D steps (the paper's t) after its last one. Table 1, without the overlap:
+The mean of a window of p steps is due D steps (the paper's t) after the window's last step. Table 1, without the
+overlap:
 
                             bytes per step    non-computing time per step
     Synchronous SGD         2 |w|             T_communicate
@@ -9,11 +10,11 @@ The mean of a window of p steps is due D steps (the paper's t) after its last on
     Both (D, p)             2 |w| / p         max(0, T_communicate - D T_compute) / p
 
 The bytes are those that a rank of a large ring sends: 2 (n - 1) / n for each byte of a vector among n ranks. (The paper
-prints them per second, divided by the duration of a step; and 4 in the place of a 2 where p > 1, as its windows are two
-vectors: ours are one, with momentum, too.)
+prints them per second, divided by the duration of a step. It prints 4 instead of 2 for p > 1, because its windows are
+two vectors. Ours are one, also with momentum.)
 
-The table's times hold for D < p. Otherwise several windows are under way at a time: they share the wait for the first
-one; and they share the links, which must be through with a window's bytes by the time the next one comes.
+The table's times hold for D < p. Otherwise several windows are in flight at a time. They share the wait for the first
+one. They also share the links, which must be through with a window's bytes when the next window comes.
 
 References:
   Distributed Training across the World. 2019. Table 1, section 3.
@@ -47,9 +48,9 @@ def bytes_per_step(
     algorithm: str = "mesh",
     bytes_per_byte: float = 1.0,
 ) -> float:
-    """Bytes that a rank sends, and receives, per step [Table 1, first column, times T_training].
+    """The bytes that a rank sends, and receives, per step [Table 1, first column, times T_training].
 
-    That is 2 (n - 1) / n |w| r / p, or (n - 1) |w| r / p by an all-gather. The delay does not matter.
+    They are 2 (n - 1) / n |w| r / p, or (n - 1) |w| r / p by an all-gather. The delay does not matter.
 
     Args:
       num_bytes: Size of the gradients as float32 [|w|].
@@ -59,7 +60,7 @@ def bytes_per_step(
       bytes_per_byte: Encoded bytes per byte of float32 [r].
 
     Returns:
-      Bytes, headers of messages not included; 0 in a world of one.
+      Bytes without headers of messages; 0 in a world of one.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -77,23 +78,23 @@ def non_computing_seconds(
     delay: int = 0,
     interval: int = 1,
 ) -> float:
-    """Time per step in which a rank does not compute, in the long run [Table 1, second column].
+    """The time per step in which a rank does not compute, in the long run [Table 1, second column].
 
-    The larger of two, as latency or bandwidth binds:
+    The larger of two terms, for latency and bandwidth:
 
         max(0, T_communicate - T_overlap - D T_compute) / (p q)     with q = floor(D / p) + 1
         max(0, T_send / p - T_compute)
 
-    q is the number of windows under way: while a rank waits for one, those behind it come closer, too. With D < p the
-    first line is the paper's. The second, which the paper leaves out, says that a window's bytes must leave while the
-    next window's p steps are computed, however large the delay is.
+    q is the number of windows in flight: while a rank waits for one window, the following ones come closer, too. With
+    D < p the first line is the paper's. The paper leaves out the second line: with any delay, a window's bytes must
+    leave while the next window's p steps are computed.
 
     Args:
       compute_seconds: Duration of a step without any waiting [T_compute].
       window_seconds: Time from a window's end until its mean is there, with idle links [T_communicate].
-      sending_seconds: The part of it in which the links, or the codec, are occupied [T_send].
-      overlap_seconds: The part of it that passes during the last step's back-propagation [T_overlap].
-      delay: Steps between a window's end and when its mean is due [D, the paper's t].
+      sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied [T_send].
+      overlap_seconds: The part of `window_seconds` during the last step's back-propagation [T_overlap].
+      delay: Steps from a window's end until its mean is due [D, the paper's t].
       interval: Steps of a window [p].
 
     Returns:
@@ -115,20 +116,20 @@ def non_computing_seconds(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DTSPlan:
-    """Settings of `DTSStrategy`, and what the model says of them.
+    """Settings of `DTSStrategy`, with the model's predictions.
 
     Attributes:
       delay: D.
       interval: p.
       codec: Name of the codec.
       algorithm: "mesh" or "ring".
-      bytes_per_step: What a rank sends per step.
+      bytes_per_step: The bytes that a rank sends per step.
       window_seconds: Time from a window's end until its mean is there, with idle links.
-      sending_seconds: The part of it in which the links, or the codec, are occupied.
+      sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied.
       compute_seconds: Duration of a step without any waiting.
       step_seconds: Duration of a step.
       scaling_efficiency: See `scaling_efficiency`.
-      reason: Why, in some sentences. Empty but for the recommended one.
+      reason: The reason for a recommendation, in some sentences. Otherwise empty.
     """
 
     delay: int
@@ -157,14 +158,14 @@ def predict_dts(
     codec_seconds_per_byte: float = 0.0,
     bytes_per_value: float = FLOAT32_BYTES,
 ) -> DTSPlan:
-    """What the model says of settings. A window leaves when its last step has ended: nothing overlaps.
+    """Predicts the times of settings. A window leaves when its last step has ended: nothing overlaps.
 
-    With `codecs.TopK` a rank selects, before, in that step itself. The model takes this to last as long as encoding and
-    decoding do.
+    With `codecs.TopK` a rank selects changes in that step itself. The model assumes that this takes as long as encoding
+    and decoding.
 
     Args:
-      network: What communication costs.
-      step: What a step computes.
+      network: The costs of communication.
+      step: The computation of a step.
       world_size: Number of ranks.
       num_bytes: Size of the gradients as float32.
       delay: D.

@@ -1,4 +1,4 @@
-"""Which settings of DTS the model recommends. See `hop_tf.timing.dts`."""
+"""The settings of DTS that the model recommends. See `hop_tf.timing.dts`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hop_tf.tools.timing.costs import (
 )
 from hop_tf.tools.timing.dts import CODECS, DTSPlan, predict_dts
 
-# The largest of the paper's Table 2 (a).
+# The largest values of the paper's Table 2 (a).
 _MAX_DELAY, _MAX_INTERVAL = 20, 12
 _SYNCHRONOUS = (0, 1)
-# Until it has settled, and how long a schedule is looked at then.
+# The cycles until a schedule has settled, and those that are measured then.
 _SETTLING_CYCLES, _CYCLES = 10, 6
 
 
@@ -43,27 +43,27 @@ def recommend_dts(
     codec_names: Iterable[str] = CODECS,
     bytes_per_value: float = FLOAT32_BYTES,
 ) -> DTSPlan:
-    """The settings that change training least of those that reach the target, and that `DTSStrategy` accepts.
+    """Returns the settings that reach the target efficiency and change training least. `DTSStrategy` accepts them.
 
-    That is: the first codec with which delays and intervals within the limits reach it; with it the smallest D + p, by
-    which the other ranks' gradients are late at most; of these the smallest D; the mesh, if that will do. If nothing
-    reaches the target, the most efficient settings; of those within 2 % of these, the first in the same order. D = 0,
+    The order of preference is: the first codec with which delays and intervals within the limits reach the target, the
+    smallest D + p, the smallest D, and the mesh. D + p is the most steps by which other ranks' gradients are late. If
+    no settings reach the target, all settings within 2 % of the most efficient ones count, in the same order. D = 0,
     p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`.
 
-    Where several windows are under way, the model leaves out that each waits for the others' bytes more than once, a
-    message after the other, while links are idle in between. So what it finds must reach the target by a schedule of
-    all messages, too, whose times are returned (`scheduled_step_seconds`).
+    If several windows are in flight, each waits for the others' bytes once for each of its messages. Links are idle in
+    between. The model leaves this out. So the settings must also reach the target in a schedule of all messages
+    (`scheduled_step_seconds`), and its times are returned.
 
     Args:
-      network: What communication costs.
-      step: What a step computes.
+      network: The costs of communication.
+      step: The computation of a step.
       world_size: Number of ranks.
       num_bytes: Size of the gradients as float32.
       target_efficiency: The scaling efficiency to reach, above 0 and at most 1. Default 0.9.
       max_delay: Largest D. Default 20, as in the paper's experiments.
-      max_interval: Largest p. Default 12, likewise.
-      codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
-        vectors. Default: none.
+      max_interval: Largest p. Default 12, as in the paper's experiments.
+      codec_seconds_per_byte: By name of a codec, the time for which a rank encodes and decodes, per byte of the
+        vectors. Default: no time.
       codec_names: Codecs to choose from, those that lose least first.
       bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
 
@@ -104,7 +104,7 @@ def recommend_dts(
 
 
 def _first_scheduled(plans: list[DTSPlan], step: Step, world_size: int, enough: float) -> DTSPlan:
-    """The first plan that is efficient enough by its schedule; else the most efficient one."""
+    """The first plan that is efficient enough by its schedule, or otherwise the most efficient one."""
     scheduled = []
     for plan in plans:
         scheduled.append(_scheduled(plan, step, world_size))
@@ -114,10 +114,10 @@ def _first_scheduled(plans: list[DTSPlan], step: Step, world_size: int, enough: 
 
 
 def _scheduled(plan: DTSPlan, step: Step, world_size: int) -> DTSPlan:
-    """The plan with the times of its schedule, where windows share the links."""
+    """Returns the plan with the times of its schedule, if windows share the links."""
     if plan.delay < plan.interval:
         return plan
-    # As `predict_dts` has it: an all-gather is one message.
+    # The way that `predict_dts` takes: an all-gather is one message.
     way = way_of(codecs.get(plan.codec), plan.algorithm, world_size, FLOAT32_BYTES)[0]
     step_seconds = scheduled_step_seconds(
         plan.compute_seconds,
@@ -143,22 +143,22 @@ def scheduled_step_seconds(
 ) -> float:
     """Duration of a step in the long run, event by event.
 
-    A window takes turns: its bytes of a turn leave, in the order in which all windows' turns begin, and are there a
-    latency later, when its next turn begins.
+    A window takes turns. The bytes of a turn leave in the order in which all windows' turns begin. They arrive a
+    latency later, and the window's next turn begins.
 
     Args:
       compute_seconds: Duration of a step without any waiting.
       delay: D.
       interval: p.
       window_seconds: Time from a window's end until its mean is there, with idle links.
-      sending_seconds: The part of it in which the links, or the codec, are occupied.
-      num_turns: How many messages of a window follow each other.
+      sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied.
+      num_turns: The number of messages of a window that follow each other.
 
     Returns:
       Seconds.
     """
     latency, sending = (window_seconds - sending_seconds) / num_turns, sending_seconds / num_turns
-    cycle = (delay // interval + 1) * interval  # Then the schedule repeats itself.
+    cycle = (delay // interval + 1) * interval  # The schedule repeats itself after these steps.
     now, free_at, turns, means, ends = 0.0, 0.0, [], {}, []
     for num_steps in range(1, (_SETTLING_CYCLES + _CYCLES) * cycle + 1):
         now += compute_seconds
@@ -178,7 +178,7 @@ def scheduled_step_seconds(
 
 
 def _reason(step: Step, plans: list[DTSPlan], best: DTSPlan, target_efficiency: float) -> str:
-    """`plans` begins with synchronous SGD, and with all of its codec."""
+    """Explains the best plan. `plans` must begin with synchronous SGD, and with all plans of that codec."""
     synchronous = plans[0]
     reached = best.scaling_efficiency >= target_efficiency
     if (best.delay, best.interval, best.codec) == (*_SYNCHRONOUS, synchronous.codec) and reached:

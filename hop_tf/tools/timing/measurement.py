@@ -1,4 +1,4 @@
-"""Measures what the models need to know, on a live cluster."""
+"""Measures the inputs of the models on a live cluster."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from hop_tf.tools.timing.costs import ALGORITHMS, FLOAT32_BYTES, NetworkCosts, S
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
 
-# Those whose costs are measured.
+# The codecs whose costs are measured.
 MEASURED_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
 
-# A vector is long enough when its bytes take so long to send, and no less than what its messages wait for each other:
-# connections send slowly at first. Or when it has the most values.
+# A vector is long enough if its bytes take this time to send, and no less than the latencies of its messages. Shorter
+# ones mislead, because connections send slowly at first. The longest vector has `_MAX_VALUES` values.
 _LONG_SECONDS = 0.2
 _MIN_VALUES, _MAX_VALUES = 1 << 18, 1 << 24
 _NUM_SHORT, _NUM_LONG, _NUM_MESH = 20, 3, 5
-_MANY_SECONDS = 2.0  # Where many short ones would take longer than this, few must do.
+_MANY_SECONDS = 2.0  # If many short all-reduces would take longer than this, only a few are made.
 _CODEC_VALUES = 1 << 20  # More than fit into a cache.
-_SHARED_SECONDS = 0.05  # Many turns of ranks that share a processor.
-# The least part of a long all-reduce in which bytes are sent, whatever the noise on a busy machine says: no rate is
+_SHARED_SECONDS = 0.05  # Enough for many turns of ranks that share a processor.
+# The least part of a long all-reduce in which bytes are sent. It keeps noise on a busy machine from making a rate
 # infinite.
 _MIN_SENDING_SHARE = 0.1
-# Of each rank, so many of its latest steps are looked at.
+# The number of latest steps of each rank that are looked at.
 _MAX_STEPS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What `measure` has found; equal on all ranks.
+    """The result of `measure`, equal on all ranks.
 
     Attributes:
       world_size: Number of ranks.
-      num_bytes: Bytes of the variables that are exchanged in a step. Predictions take all of them for what a codec
-        encodes, though float64, and variables that are not trained, never pass through one.
-      network: What communication costs.
-      step: What a step computes. A step without its waiting counts as computation, one third of it as forward pass.
-      codec_seconds_per_byte: For each codec, with its defaults, the time that a rank encodes and decodes for, per byte
-        of float32. Predictions for other settings of it take the same.
-      bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. Where types are mixed, the mean.
-      rank_seconds: By rank, how long its latest steps took without waiting, as many of each rank. Those of one column
-        are of the same time. Empty: all steps of all ranks take `step.seconds`.
+      num_bytes: Bytes of the variables that are exchanged in a step. Predictions assume that a codec encodes all of
+        them, although float64 and non-trainable variables never pass through one.
+      network: The costs of communication.
+      step: The computation of a step. A step without waits counts as computation, one third of it as forward pass.
+      codec_seconds_per_byte: For each codec, with its defaults, the time for which a rank encodes and decodes, per byte
+        of float32. Predictions for other settings of a codec use the same time.
+      bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. With mixed types, the mean.
+      rank_seconds: For each rank, the durations of its latest steps without waits, equally many of each rank. The steps
+        of a column were made at the same time. Empty: all steps of all ranks take `step.seconds`.
 
     Raises:
-      ValueError: If `rank_seconds` are not as many of each of `world_size` ranks.
+      ValueError: If `rank_seconds` does not have equally many steps of `world_size` ranks.
     """
 
     world_size: int
@@ -75,9 +75,9 @@ class Measurement:
 
     @property
     def slowness(self) -> np.ndarray:
-        """How many times as long the median step of each rank takes as that of most: array [world_size].
+        """The median step of each rank, divided by the usual one: array [world_size].
 
-        That is the median over the ranks; of an even number of them, the lower one.
+        The usual step is the median over the ranks; for an even number of ranks, the lower of the two middle ones.
         """
         if not self.rank_seconds:
             return np.ones(self.world_size)
@@ -86,7 +86,7 @@ class Measurement:
 
     @property
     def typical_step(self) -> Step:
-        """The step of a rank like most others; see `slowness`."""
+        """The step of a rank like most others. See `slowness`."""
         if not self.rank_seconds or not self.step.seconds:
             return self.step
         times = float(np.median(self.rank_seconds[0])) / self.slowness[0] / self.step.seconds
@@ -94,13 +94,13 @@ class Measurement:
 
     @property
     def typical(self) -> Measurement:
-        """The same, with the step of a rank like most others."""
+        """The measurement with the step of a rank like most others."""
         return dataclasses.replace(self, step=self.typical_step)
 
     def durations(self, num_steps: int) -> np.ndarray:
-        """Steps of all ranks, drawn from those that were measured: array [world_size, num_steps]. The same each time.
+        """Steps of all ranks, drawn from the measured ones: array [world_size, num_steps]. Equal for each call.
 
-        Steps that were made at the same time stay together. Nothing else is drawn twice before all are.
+        Steps that were made at the same time stay together. All steps are drawn once before any is drawn again.
         """
         if not self.rank_seconds:
             return np.full((self.world_size, num_steps), self.step.seconds)
@@ -110,7 +110,7 @@ class Measurement:
         return measured[:, order[:num_steps]]
 
     def predict(self, **settings) -> pipe_sgd.Plan:
-        """What the model says of `settings` of Pipe-SGD; see `hop_tf.timing.predict`.
+        """The model's prediction for `settings` of Pipe-SGD. See `hop_tf.timing.predict`.
 
         Raises:
           ValueError: If an argument is out of range, or the codec was not measured.
@@ -118,15 +118,15 @@ class Measurement:
         return self._predict(pipe_sgd.predict, settings)
 
     def recommend(self, **arguments) -> pipe_sgd.Plan:
-        """The settings of Pipe-SGD to take; see `hop_tf.timing.recommend`."""
+        """The recommended settings of Pipe-SGD. See `hop_tf.timing.recommend`."""
         return self._recommend(pipe_sgd.recommend, arguments)
 
     def predict_dts(self, **settings) -> dts.DTSPlan:
-        """What the model says of `settings` of DTS; see `hop_tf.timing.predict_dts`."""
+        """The model's prediction for `settings` of DTS. See `hop_tf.timing.predict_dts`."""
         return self._predict(dts.predict_dts, settings)
 
     def recommend_dts(self, **arguments) -> dts.DTSPlan:
-        """The settings of DTS to take; see `hop_tf.timing.recommend_dts`."""
+        """The recommended settings of DTS. See `hop_tf.timing.recommend_dts`."""
         return self._recommend(dts_recommendation.recommend_dts, arguments)
 
     def _predict(self, predict: Callable, settings: Mapping):
@@ -158,21 +158,21 @@ class Measurement:
 def measure(strategy: ExchangeStrategy) -> Measurement:
     """Measures the live links, this machine's codecs, and the steps of the last `fit`.
 
-    A collective: every rank calls it, after a `fit`. It takes some seconds, and more where round trips are long:
-    all-reduces of two lengths, by ring and by mesh, whose durations give alpha and S (medians of the short ones) and
-    beta (the least of the long rings; of the long meshes, which differ more, the median); gamma and the codecs are
-    timed on all ranks at once. Means over the ranks are taken.
+    A collective: every rank must call it, after a `fit`. It takes some seconds, and more if round trips are long. It
+    makes all-reduces of two lengths, by ring and by mesh. The medians of the short ones give alpha and S. The fastest
+    long ring, and the median of the long meshes, which differ more, give beta. gamma and the codecs are timed on all
+    ranks at once. The results are means over the ranks.
 
     Args:
-      strategy: The strategy, of any scheme.
+      strategy: The strategy, with any algorithm.
 
     Returns:
-      The measurement; equal on all ranks.
+      The measurement, equal on all ranks.
 
     Blocks: until all ranks call it.
 
     Raises:
-      RuntimeError: If it is called within `fit`, or in a world of one; on all ranks, if one has not timed any steps.
+      RuntimeError: If it is called within `fit`, or in a world of one; on all ranks, if a rank has not timed any steps.
       HopError: If a rank was lost or has ended.
     """
     compute_seconds = _compute_seconds(strategy)
@@ -180,7 +180,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     costs = {name: _codec_seconds_per_byte(strategy, codecs.get(name)) for name in MEASURED_CODECS}
     mesh, ring = (_short_all_reduce(strategy, name) for name in ALGORITHMS)
     num_values, long_ring = _long_all_reduce(strategy, ring)
-    # In a mesh packets may be dropped: what a step takes is not the best that there is.
+    # The median, not the minimum: a mesh may drop packets, and a typical step is slower than the best one.
     long_mesh = statistics.median(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_MESH))
     numbers = [_reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
     gamma, mesh, ring, long_mesh, long_ring, *costs_of_all = _mean(strategy, numbers)
@@ -206,14 +206,14 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
             mesh_slowdown=in_mesh / in_ring,
         ),
         step=Step.of_computing(compute_seconds),
-        # What adding costs is in gamma.
+        # gamma already has the cost of adding.
         codec_seconds_per_byte={name: max(0.0, cost - gamma) for name, cost in zip(costs, costs_of_all, strict=True)},
         rank_seconds=rank_seconds,
     )
 
 
 def _compute_seconds(strategy: ExchangeStrategy) -> float:
-    """Duration of a step. All ranks raise where one does not know it: none waits for another one's all-reduce."""
+    """The duration of a step. If a rank does not know it, all ranks raise, so that none waits for the others."""
     seconds = strategy.report()["compute_seconds"]
     seconds, share_without = _mean(strategy, [seconds, float(not seconds)])
     if share_without:
@@ -225,7 +225,10 @@ def _compute_seconds(strategy: ExchangeStrategy) -> float:
 
 
 def _rank_seconds(strategy: ExchangeStrategy) -> tuple[tuple[float, ...], ...]:
-    """The latest steps of all ranks, as many of each: a rank's own row beside zeros, in the mean over the ranks."""
+    """The latest steps of all ranks, equally many of each.
+
+    Each rank contributes its own row, with zeros for the others, to a mean over the ranks.
+    """
     own = np.maximum(strategy.latest_step_seconds()[-_MAX_STEPS:], 0).astype(np.float32)
     rows = np.zeros((strategy.world_size, 1 + _MAX_STEPS), np.float32)
     rows[strategy.rank, 0] = own.size
@@ -236,7 +239,7 @@ def _rank_seconds(strategy: ExchangeStrategy) -> tuple[tuple[float, ...], ...]:
 
 
 def _short_all_reduce(strategy: ExchangeStrategy, algorithm: str) -> float:
-    """Median duration of an all-reduce of next to no values."""
+    """The median duration of an all-reduce of one value."""
     seconds = statistics.median(_all_reduce_seconds(strategy, algorithm, 1, _NUM_LONG))
     if _mean(strategy, [seconds])[0] * _NUM_SHORT > _MANY_SECONDS:
         return seconds
@@ -244,11 +247,11 @@ def _short_all_reduce(strategy: ExchangeStrategy, algorithm: str) -> float:
 
 
 def _long_all_reduce(strategy: ExchangeStrategy, short: float) -> tuple[int, float]:
-    """Number of values, and least duration, of a ring that takes long enough to tell the rate.
+    """The number of values, and the least duration, of a ring that takes long enough to measure the rate.
 
     Args:
       strategy: The strategy.
-      short: How long a ring of next to no values takes.
+      short: The duration of a ring of one value.
     """
     num_values = _MIN_VALUES
     while True:
@@ -261,7 +264,7 @@ def _long_all_reduce(strategy: ExchangeStrategy, short: float) -> tuple[int, flo
 
 
 def _all_reduce_seconds(strategy: ExchangeStrategy, algorithm: str, num_values: int, num_times: int) -> list[float]:
-    """Duration of each time, after one to warm up."""
+    """The durations of `num_times` all-reduces, after one to warm up."""
     reduction = strategy.make_all_reduce(algorithm, num_values)
     values = np.ones(num_values, np.float32)
     steps = iter(range(num_times + 1))
@@ -285,7 +288,7 @@ def _everybody(rank: int, step: int) -> bool:
 
 
 def _codec_seconds_per_byte(strategy: ExchangeStrategy, codec: codecs.Codec) -> float:
-    """A rank encodes and decodes every value once, and adds what others have sent."""
+    """The time per byte in which a rank encodes and decodes every value once, and adds the values of others."""
     pool = BufferPool()
     values = np.random.default_rng(0).normal(size=_CODEC_VALUES).astype(np.float32)
     out = np.zeros_like(values)
@@ -304,9 +307,9 @@ def _reduce_seconds_per_byte(strategy: ExchangeStrategy) -> float:
 
 
 def _seconds_on_all_ranks(strategy: ExchangeStrategy, run: Callable[[], object]) -> float:
-    """Mean duration while all ranks do the same, as in an all-reduce: some may share their processors."""
+    """The mean duration while all ranks do the same, as in an all-reduce. Ranks may share their processors."""
     run()
-    _mean(strategy, [0.0])  # They begin together.
+    _mean(strategy, [0.0])  # So that all ranks begin together.
     start = time.perf_counter()
     num_times = 0
     while (seconds := time.perf_counter() - start) < _SHARED_SECONDS or num_times < _NUM_LONG:

@@ -1,4 +1,4 @@
-"""How long a step takes under Pipe-SGD, by the paper's model, and which settings it recommends.
+"""The paper's model of a step under Pipe-SGD, and the settings that the model recommends.
 
 References:
   Li, Yu, Li, Avestimehr, Kim, Schwing. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net
@@ -34,8 +34,8 @@ def synchronous_step_seconds(step: Step, communication_seconds: float) -> float:
     """Equation 2, for one step: update, computation and communication one after the other (D-Sync).
 
     Args:
-      step: What a step computes.
-      communication_seconds: Duration of its all-reduce [l_comm].
+      step: The computation of a step.
+      communication_seconds: Duration of the step's all-reduce [l_comm].
 
     Returns:
       Seconds.
@@ -47,8 +47,8 @@ def unlimited_step_seconds(step: Step, communication_seconds: float, pipeline_wi
     """Equation 3, for one step: as if computers and links could do K steps at once.
 
     Args:
-      step: What a step computes.
-      communication_seconds: Duration of its all-reduce.
+      step: The computation of a step.
+      communication_seconds: Duration of the step's all-reduce.
       pipeline_width: K.
 
     Returns:
@@ -62,11 +62,11 @@ def unlimited_step_seconds(step: Step, communication_seconds: float, pipeline_wi
 
 
 def pipelined_step_seconds(step: Step, communication_seconds: float) -> float:
-    """Equations 4 and 5, for one step: what takes longer hides the other, whatever the width K >= 2.
+    """Equations 4 and 5, for one step: the longer of computation and communication, for any width K >= 2.
 
     Args:
-      step: What a step computes.
-      communication_seconds: Duration of its all-reduce.
+      step: The computation of a step.
+      communication_seconds: Duration of the step's all-reduce.
 
     Returns:
       Seconds.
@@ -78,12 +78,12 @@ def segmented_step_seconds(step: Step, communication_seconds: float, num_segment
     """Equation 6, for one step with K >= 2: computation up to the first segment's gradients, or communication.
 
     The first of L equal segments is there after 1/L of the backward pass [l_b]. The paper leaves out that a step cannot
-    be shorter than its own computation: `predict` takes the longer one of this and `pipelined_step_seconds`. So with
-    K >= 2 segments only cost; with K = 1 they hide communication, see there.
+    be shorter than its own computation, so `predict` takes the longer of this and `pipelined_step_seconds`. With
+    K >= 2 segments thus only cost. With K = 1 they hide communication: see `predict`.
 
     Args:
-      step: What a step computes.
-      communication_seconds: Duration of its all-reduce in so many segments.
+      step: The computation of a step.
+      communication_seconds: Duration of the step's all-reduce in L segments.
       num_segments: L.
 
     Returns:
@@ -99,7 +99,7 @@ def segmented_step_seconds(step: Step, communication_seconds: float, num_segment
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings of `PipeSGDStrategy`, and what the model says of them.
+    """Settings of `PipeSGDStrategy`, with the model's predictions.
 
     Attributes:
       pipeline_width: K.
@@ -109,7 +109,7 @@ class Plan:
       communication_seconds: Duration of an all-reduce.
       step_seconds: Duration of a step.
       scaling_efficiency: See `scaling_efficiency`.
-      reason: Why, in a sentence. Empty but for the recommended one.
+      reason: The reason for a recommendation, in some sentences. Otherwise empty.
     """
 
     pipeline_width: int
@@ -135,14 +135,14 @@ def predict(
     codec_seconds_per_byte: float = 0.0,
     bytes_per_value: float = FLOAT32_BYTES,
 ) -> Plan:
-    """What the model says of settings.
+    """Predicts the times of settings.
 
-    With K = 1 and L segments the first of them travel during the backward pass: the step takes until the last gradient
-    is there, and the last segment's all-reduce; or as long as forward pass, first segment and all of communication.
+    With K = 1 and L segments the first segments travel during the backward pass. The step then takes the longer of two:
+    all computation and the last segment's all-reduce, or the computation up to the first segment and all communication.
 
     Args:
-      network: What communication costs.
-      step: What a step computes.
+      network: The costs of communication.
+      step: The computation of a step.
       world_size: Number of ranks.
       num_bytes: Size of the gradients as float32.
       pipeline_width: K.
@@ -200,19 +200,19 @@ def recommend(
     codec_names: Iterable[str] = CODECS,
     bytes_per_value: float = FLOAT32_BYTES,
 ) -> Plan:
-    """The settings with which a step is short, and that are worth what they change of training.
+    """Returns the settings with the shortest step, if the gain is worth the change of training.
 
     Ranks that choose by measured times have the same rule (`hop_tf.runtime.choosing`): another codec, or a larger
-    width, has to save 15 % of a step. What changes training least is, in this order: the smaller width, the codec that
-    comes first in `codec_names`, fewer segments, the mesh.
+    width, must save 15 % of a step. Training changes least with, in this order: the smaller width, the codec that comes
+    first in `codec_names`, fewer segments, the mesh.
 
     Args:
-      network: What communication costs.
-      step: What a step computes.
+      network: The costs of communication.
+      step: The computation of a step.
       world_size: Number of ranks.
       num_bytes: Size of the gradients as float32.
-      codec_seconds_per_byte: For codecs by name, the time that a rank encodes and decodes for, per byte of the
-        gradients. Default: none.
+      codec_seconds_per_byte: By name of a codec, the time for which a rank encodes and decodes, per byte of the
+        gradients. Default: no time.
       codec_names: Codecs to choose from, those that lose least first.
       bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
 

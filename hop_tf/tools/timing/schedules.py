@@ -1,10 +1,10 @@
-"""How long a step takes where ranks are not alike: schedules, event by event, of what ranks wait for.
+"""Step times if ranks are not alike: schedules of the ranks' waits, event by event.
 
-    lock_step_seconds       every rank waits for what all have sent: Pipe-SGD, DTS, synchronous Canary
+    lock_step_seconds       every rank waits for all others: Pipe-SGD, DTS, synchronous Canary
     free_running_seconds    no rank waits for another one's computation: asynchronous Canary
-    server_seconds          workers wait for servers alone: SHAT
+    server_seconds          workers wait only for servers: SHAT
 
-Each takes the durations of steps, an array [n, T]: what rank r computes in its step t takes `durations[r, t]`, without
+Each takes the durations of steps, an array [n, T]: rank r computes for `durations[r, t]` seconds in its step t, without
 any waiting.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 from hop_tf.arguments import check_integer, check_share
 from hop_tf.tools.timing.costs import check_not_negative
 
-_NUM_ITERATIONS = 100  # Many more than it takes to settle.
+_NUM_ITERATIONS = 100  # Many more than convergence takes.
 _NUM_IN_A_ROW = 2  # As in `hop_tf.strategies.canary.pieces`.
 
 
@@ -33,31 +33,32 @@ def lock_step_seconds(
     latency_seconds: float = 0.0,
     own_share: float = 1.0,
 ) -> float:
-    """Duration of a step where the mean over all ranks of a window of p steps is due D steps after its last one.
+    """Duration of a step if the mean over all ranks of a window of p steps is due D steps after the window's last step.
 
-    With e(r, t) for the end of rank r's step t, and c(r, t) for what it computes:
+    With e(r, t) for the end of rank r's step t, and c(r, t) for its computation:
 
-        ready(w)  =  max over r of e(r, w)                              where the window's last step is w
+        ready(w)  =  max over r of e(r, w)                              for a window whose last step is w
         sent(w)   =  max(ready(w), sent(w - p)) + sending
-        e(r, t)   =  max(e(r, t - 1) + c(r, t), sent(t - D) + latency)  where a mean is due at t
+        e(r, t)   =  max(e(r, t - 1) + c(r, t), sent(t - D) + latency)  if a mean is due at t
 
-    D = 0 and p = 1 is synchronous training; D = K - 1 and p = 1 is Pipe-SGD. There the communication of one step begins
-    when that of the last one has ended, so that all of it counts as sending. With D = 0 communication of which a part
-    hides behind the computation counts as the part that does not.
+    D = 0 and p = 1 is synchronous training; D = K - 1 and p = 1 is Pipe-SGD. In Pipe-SGD the communication of a step
+    begins when that of the previous step has ended, so all communication counts as sending. With D = 0, only the part
+    of communication that does not hide behind computation counts.
 
-    The last rank to be ready, r, waits for less: what others have sent each other is there, and r need not wait until
-    all have what r itself sums up. It has a mean at the earliest after the share `own_share` of sending.
+    The rank that is ready last waits for less: the others' messages to each other have arrived, and the rank need not
+    wait until all others have the sums that it makes itself. It has a mean at the earliest after the share `own_share`
+    of sending.
 
     Args:
       durations: Seconds, [n, T].
       delay: D.
       interval: p.
-      sending_seconds: For how long a window occupies the links.
-      latency_seconds: How much later its mean is there.
+      sending_seconds: The time for which a window occupies the links.
+      latency_seconds: The time from then until the window's mean is there.
       own_share: As above; at most 1.
 
     Returns:
-      Seconds: the mean of the second half of the steps; of a single one, what it takes.
+      Seconds: the mean over the second half of the steps, or the duration of a single step.
 
     Raises:
       ValueError: If an argument is out of range, or there are no steps.
@@ -76,14 +77,14 @@ def lock_step_seconds(
             free_at = max(float(now.max()), free_at) + sending_seconds
         now = np.maximum(now, means.pop(step - delay, 0.0))
         ends.append(now.mean())
-    # Beginning and end are in the same phase of a window, where there is room for one.
+    # The counted steps are whole windows, if there are enough steps.
     num_steps = durations.shape[1]
     num_counted = num_steps // 2 // interval * interval or max(1, num_steps - 1)
     return float(ends[-1] - ends[-1 - num_counted]) / num_counted
 
 
 def _mean_there(ready: np.ndarray, free_at: float, sending_seconds: float, own_share: float) -> np.ndarray:
-    """When each rank has the mean of a window."""
+    """The times at which each rank has the mean of a window."""
     before, last = np.sort(ready)[-2:] if len(ready) > 1 else np.repeat(ready, 2)
     there = np.full(len(ready), max(last, free_at) + sending_seconds)
     there[np.argmax(ready)] = max(last + own_share * sending_seconds, max(before, free_at) + sending_seconds)
@@ -98,23 +99,23 @@ def free_running_seconds(
     latency_seconds: float = 0.0,
     max_in_flight: int = 4,
 ) -> tuple[float, float]:
-    """Duration of an iteration where a rank that is behind goes on with the iteration that the fastest one is in.
+    """Duration of an iteration if a rank that is behind goes on with the iteration of the fastest rank.
 
-    A rank pushes what it has computed, and goes on; only where as many of its iterations as `max_in_flight` are not
-    merged yet it waits for one of them. What ranks push is summed up on all ranks, a piece on each. A sum goes to all
-    as soon as all those have pushed that were in each of the last two; or when one pushes again. Batches of iterations
-    that a rank passes over are not trained on.
+    A rank pushes its step and goes on. It waits only if `max_in_flight` of its iterations are not merged yet. Pushes
+    are summed up on all ranks, a piece on each. A rank that was in each of the last two sums is regular. A sum goes to
+    all ranks as soon as all regular ranks have pushed, or when a rank pushes again. Batches of iterations that a rank
+    skips are not trained on.
 
     Args:
       durations: Seconds, [n, T].
-      pushing_seconds: For how long what a rank pushes of an iteration occupies its link.
-      sum_seconds: For how long a sum occupies the links of all.
-      latency_seconds: When a message arrives, and others know that an iteration was begun.
+      pushing_seconds: The time for which a rank's push of an iteration occupies its link.
+      sum_seconds: The time for which a sum occupies the links of all ranks.
+      latency_seconds: The time until a message arrives, and until others know that an iteration was begun.
       max_in_flight: As of `CanaryStrategy`.
 
     Returns:
-      Seconds until the fastest rank enters the next iteration, the mean of the second half of the iterations; and the
-      share of all batches of these that ranks have trained on until it is through.
+      The seconds until the fastest rank enters the next iteration, the mean over the second half of the iterations. And
+      the share of all batches of this half that ranks have trained on until the fastest one is through.
 
     Raises:
       ValueError: If an argument is out of range, or there are no steps.
@@ -128,7 +129,7 @@ def free_running_seconds(
 
 
 class _FreeRunning:
-    """Events of `free_running_seconds`."""
+    """The events of `free_running_seconds`."""
 
     def __init__(self, durations: np.ndarray, pushing: float, summing: float, latency: float, max_in_flight: int):
         self._durations, self._max_in_flight = durations, max_in_flight
@@ -137,11 +138,11 @@ class _FreeRunning:
         self._free_at = np.zeros(num_ranks)
         self._next = [0] * num_ranks
         self._num_in_flight = [0] * num_ranks
-        self._held_back: dict[int, int] = {}  # By rank, the iteration that waits for one that is under way.
-        self._begun_at: list[float] = []  # When the first rank was in an iteration, by iteration.
+        self._held_back: dict[int, int] = {}  # By rank, the iteration that waits until an earlier one is merged.
+        self._begun_at: list[float] = []  # By iteration, the time at which the first rank entered it.
         self._num_made = np.zeros(self._num_iterations, int)
-        self._in_a_row = [_NUM_IN_A_ROW] * num_ranks  # In how many of the last sums a rank was.
-        self._sum: set[int] = set()  # Whose pushes have not been passed on yet.
+        self._in_a_row = [_NUM_IN_A_ROW] * num_ranks  # By rank, the number of last sums in a row that it was in.
+        self._sum: set[int] = set()  # The ranks whose pushes were not passed on yet.
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._is_through = False
@@ -209,24 +210,24 @@ def server_seconds(
     answering_seconds: float,
     round_trip_seconds: float = 0.0,
 ) -> float:
-    """Time in which n workers that wait for servers alone train n batches.
+    """Time in which n workers that wait only for servers train n batches.
 
-    The links of m servers serve all that comes at once, and each that is there makes the others slower. Workers are out
-    of step with each other. So, in the mean, a worker r finds on a server's link, on which its push takes D / m alone,
-    as many of the others as are there at any time:
+    The links of m servers serve all pushes at once, and each push slows the others down. Workers are not synchronized.
+    A push takes D / m on a server's link alone. On average, worker r finds as many other workers on the link as are
+    there at any time:
 
         wait(r)   =  D / m (1 + sum over q != r of wait(q) / cycle(q))        for pushes, and likewise for answers
         cycle(r)  =  mean over t of c(r, t) + round trip + (1 - 1 / m) (D + D') + wait(r) + wait'(r)
 
-    That is the mean value analysis of a closed network of queues by Schweitzer's approximation. What does not go over
-    the same server is taken to be sent at the same time: a worker's own link then binds.
+    This is the mean value analysis of a closed network of queues by Schweitzer's approximation. Pushes to different
+    servers are assumed to be sent at the same time, so that a worker's own link is the limit.
 
     Args:
       durations: Seconds, [n, T].
       num_servers: m.
-      pushing_seconds: How long a worker's push takes with links to itself [D].
-      answering_seconds: The same of the answer [D'].
-      round_trip_seconds: How long both take without any bytes.
+      pushing_seconds: The time of a worker's push with links to itself [D].
+      answering_seconds: The time of an answer with links to itself [D'].
+      round_trip_seconds: The time of a push and its answer without any bytes.
 
     Returns:
       Seconds: n / (sum over r of 1 / cycle(r)), the harmonic mean.

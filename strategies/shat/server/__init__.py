@@ -1,1 +1,1 @@
-"""A server of parameters: applies the gradients that workers push, and answers with the model."""
+"""The parameter server: applies the gradients that workers push, and answers with the model."""

@@ -1,4 +1,4 @@
-"""`ConfiguredGroup`: an exchange group at a server, and what workers have asked it to be."""
+"""`ConfiguredGroup`: an exchange group at a server, and the configuration that workers have sent."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 
 
 class ConfiguredGroup:
-    """A group, and what it was configured with.
+    """A group with its configuration.
 
     Args:
-      configure: From the first worker.
-      pool: Where the shard's buckets are put on their way.
+      configure: The first worker's configuration.
+      pool: The memory for buckets that are received or sent.
 
     Attributes:
       group: The group.
       packing: The shard's buckets.
-      waiting: Workers that have configured it and wait for its state.
-      retired: Workers that have no use for it any more.
-      has_state: Whether it has one.
-      is_under_way: Whether that is another one than the workers have.
-      num_resumed: How many pushes the snapshot has seen with which this process goes on in the place of an earlier
-        one, in the midst of a training; else None.
-      signature: What tells whether a snapshot is of the same model.
+      waiting: Workers that have configured the group and wait for its state.
+      retired: Workers that no longer need the group.
+      has_state: True if the group has a state.
+      is_under_way: True if the state is another one than rank 0's, as from a snapshot.
+      num_resumed: If this process goes on from a snapshot in place of an earlier process, in the middle of a training:
+        the number of pushes in the snapshot. Otherwise None.
+      signature: Equal for a snapshot of the same model.
     """
 
     def __init__(self, configure: pb.Configure, pool: BufferPool):
@@ -61,7 +61,7 @@ class ConfiguredGroup:
         """Begins with the state of a snapshot, if there is one.
 
         Raises:
-          MismatchError: If it is of an optimizer that remembers something else.
+          MismatchError: If the snapshot is of an optimizer with other slots.
         """
         if state is not None:
             slots = self._shard.slots()
@@ -75,12 +75,12 @@ class ConfiguredGroup:
             self.is_under_way = True
 
     def enter(self, configure: pb.Configure, state: ShardState | None, workers: Collection[int], session: int) -> None:
-        """Enters the running session: that of a new training, or of the one that the snapshot was written in.
+        """Enters the running session, of a new training or of the snapshot's training.
 
         Args:
-          configure: From the first worker that this process hears of.
-          state: What `restore` has taken over.
-          workers: Those that take part in the session.
+          configure: The configuration of the first worker that this process hears of.
+          state: The state that `restore` has taken over, or None.
+          workers: The workers that take part in the session.
           session: The session.
         """
         if state is None or not _is_of_its_training(state, configure):
@@ -93,8 +93,8 @@ class ConfiguredGroup:
             self.group.begin_session(workers, session)
 
     def take_in(self, worker: int, configure: pb.Configure) -> list[Answer]:
-        """A worker takes part from now on. Returns the answers that are due now."""
-        self.retired.discard(worker)  # That was another process.
+        """Lets a worker take part from now on. Returns the answers that are due now."""
+        self.retired.discard(worker)  # An earlier process of the worker had retired.
         if not configure.resumes:
             self.waiting.append(worker)
         if self.num_resumed is not None:
@@ -103,7 +103,7 @@ class ConfiguredGroup:
         return []
 
     def describe(self, session: int) -> pb.Configured:
-        """The answer to a worker that has configured the group in that session."""
+        """Returns the answer to a worker that has configured the group in a session."""
         return pb.Configured(
             session=session,
             is_under_way=self.is_under_way,
@@ -120,17 +120,17 @@ class ConfiguredGroup:
         self.has_state = True
 
     def go_on_with_new_workers(self) -> None:
-        """All workers are new processes: what the former ones have taught it is not theirs, and goes on."""
+        """Begins a new training, because all workers are new processes. A state with pushes is kept for it."""
         self.has_state = self.is_under_way = self.group.num_pushes > 0
         self.group.training, self.num_resumed = _new_name(), None
 
     def take_waiting(self) -> list[int]:
-        """Those to whom to tell the state. Whoever asks later finds it under way."""
+        """Returns the workers that wait for the state, and forgets them."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
     def check_goes_on(self, configure: pb.Configure) -> None:
-        """Raises HopError where a worker has had answers of an earlier process, and this one knows nothing of them."""
+        """Raises HopError if a worker has answers of an earlier process that this one knows nothing of."""
         if configure.resumes and configure.training != self.group.training:
             raise HopError(
                 "it was started again, and has no snapshot of this training that it could go on from: what it had "
@@ -138,7 +138,7 @@ class ConfiguredGroup:
             )
 
     def compare(self, worker: int, configure: pb.Configure) -> None:
-        """Raises MismatchError where a worker wants something else than the first one."""
+        """Raises MismatchError if a worker's configuration differs from the first worker's."""
         for field in sorted({*self._first.settings, *configure.settings}):
             first, other = self._first.settings.get(field, ""), configure.settings.get(field, "")
             if first != other:
@@ -161,17 +161,17 @@ class ConfiguredGroup:
             )
 
     def gradient_of(self, push: pb.Push, payload: np.ndarray) -> Gradient:
-        """What a push brings."""
+        """Decodes a push."""
         buckets = None if push.asks_again else self._encoding.decode(payloads.split(payload))
         return Gradient(push.sequence, buckets, push.rate, push.is_applied, push.session, push.weight or 1.0)
 
     def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Buckets that were not encoded."""
+        """The buckets of a message that was not encoded."""
         return Encoding.plain(self.packing).decode(parts)
 
 
 def _is_of_its_training(state: ShardState, configure: pb.Configure) -> bool:
-    """Whether a worker takes part in the training that a state belongs to, or joins those that do."""
+    """True if a worker takes part in the training of a state, or joins workers that do."""
     training = state.progress.training
     return bool(training) and (configure.joins or configure.training == training)
 
@@ -185,6 +185,6 @@ def _names(slots: Mapping[tuple[str, int | None], np.ndarray]) -> str:
 
 
 def _fields(optimizer: str) -> dict[str, object]:
-    """What an optimizer in JSON consists of."""
+    """The class name and the settings of an optimizer in JSON."""
     description = json.loads(optimizer)
     return {"class_name": description["class_name"], **description["config"]}

@@ -1,4 +1,4 @@
-"""How far workers of a parameter server may be apart: when it applies a push, and when it answers."""
+"""Consistency of a parameter server: when it applies a worker's push, and when it answers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hop_tf.arguments import check_choice, check_integer
 
 
 class Consistency(abc.ABC):
-    """When a server applies the pushes of workers, and when it answers them.
+    """The rule by which a server applies and answers the pushes of workers.
 
-    Nothing here waits: a server looks again after every push, and whenever a worker has left.
+    No method waits. A server asks again after every push, and after a worker has left.
     """
 
     @staticmethod
     def make(consistency: str, max_staleness: int) -> Consistency:
-        """The policy that arguments of the strategy stand for.
+        """Returns the rule for the arguments of the strategy.
 
         Args:
           consistency: "async" (ASP), "ssp" or "bsp".
-          max_staleness: That of "ssp", in pushes, at least 0.
+          max_staleness: The most pushes that a worker may be ahead with "ssp", at least 0.
 
         Raises:
-          ValueError: If they are something else.
+          ValueError: If an argument has another value.
         """
         check_choice("consistency", consistency, ("async", "ssp", "bsp"))
         check_integer("max_staleness", max_staleness, at_least=0)
@@ -34,20 +34,20 @@ class Consistency(abc.ABC):
 
     @abc.abstractmethod
     def to_apply(self, pushed: Collection[int], clocks: Mapping[int, int]) -> Collection[int]:
-        """Whose pushes to apply now, by their mean; nobody's if it is not yet time.
+        """Returns the workers whose pushes are to be applied now, as their mean. Empty if it is not yet time.
 
         Args:
-          pushed: Whose pushes are there and not yet applied.
-          clocks: How many pushes of each worker that takes part were applied.
+          pushed: The workers whose pushes are there and not yet applied.
+          clocks: For each worker that takes part, the number of its pushes that were applied.
         """
 
     @abc.abstractmethod
     def may_answer(self, worker: int, clocks: Mapping[int, int]) -> bool:
-        """Whether to answer a worker whose last push was applied.
+        """True if a worker whose last push was applied may be answered.
 
         Args:
           worker: The worker, which takes part.
-          clocks: How many pushes of each worker that takes part were applied.
+          clocks: For each worker that takes part, the number of its pushes that were applied.
         """
 
 
@@ -64,7 +64,7 @@ class Asynchronous(Consistency):
 
 @dataclasses.dataclass(frozen=True)
 class StaleSynchronous(Consistency):
-    """Each push is applied at once; a worker more than `max_staleness` pushes ahead of the slowest one waits.
+    """Each push is applied at once. A worker more than `max_staleness` pushes ahead of the slowest one waits.
 
     Args:
       max_staleness: s, in pushes.
@@ -84,10 +84,10 @@ class StaleSynchronous(Consistency):
 
 @dataclasses.dataclass(frozen=True)
 class BulkSynchronous(Consistency):
-    """The mean of all workers' pushes is applied at once when all are there (PS-Sync).
+    """The mean of all workers' pushes is applied as soon as all are there (PS-Sync).
 
-    Clocks differ only where a server goes on from a snapshot that lacks an update which it had answered to some. The
-    others then repeat their pushes of that update, and those that are ahead wait for the next one.
+    Clocks differ only if a server goes on from a snapshot that lacks an update that some workers had answers to. The
+    other workers then repeat their pushes of that update. The workers ahead wait for the next update.
     """
 
     def to_apply(self, pushed: Collection[int], clocks: Mapping[int, int]) -> Collection[int]:

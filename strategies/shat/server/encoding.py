@@ -14,12 +14,12 @@ from hop_tf.tensors.packing import Packing
 
 
 class Encoding:
-    """Encodes and decodes the buckets of a shard. Exact ones, and those of float64, do not pass through the codec.
+    """Encodes and decodes the buckets of a shard. Exact buckets, and those of float64, bypass the codec.
 
     Args:
       packing: The buckets.
       codec: The codec.
-      pool: Where buckets are put that are encoded or decoded. Default: a pool of its own.
+      pool: The memory for buckets that are encoded or decoded. Default: a pool of its own.
     """
 
     def __init__(self, packing: Packing, codec: Codec, pool: BufferPool | None = None):
@@ -38,11 +38,11 @@ class Encoding:
 
     @classmethod
     def plain(cls, packing: Packing) -> Encoding:
-        """Buckets as they are."""
+        """Returns an encoding without a codec."""
         return cls(packing, Identity())
 
     def encode(self, buckets: Sequence[np.ndarray], *, is_applied: bool = True) -> list[np.ndarray]:
-        """What is sent for each bucket; where it is not applied, what was lost before is kept for the next one."""
+        """Encodes each bucket. If the push is not applied, error feedback stays as it is for the next one."""
         return [self._encode(index, bucket, is_applied) for index, bucket in enumerate(buckets)]
 
     def _encode(self, index: int, bucket: np.ndarray, is_applied: bool) -> np.ndarray:
@@ -54,14 +54,14 @@ class Encoding:
         return self._codec.encode(bucket, self._pool)
 
     def decode(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The buckets that were encoded.
+        """Decodes the buckets.
 
         Args:
-          parts: The bytes of each. What was not encoded shares their memory.
+          parts: The bytes of each bucket. Buckets that were not encoded share their memory.
 
         Raises:
-          ProtocolError: If there are more or fewer than buckets, or of another length.
-          ValueError: If a codec cannot decode them.
+          ProtocolError: If the number of parts, or the length of one that was not encoded, is wrong.
+          ValueError: If a codec cannot decode a part.
         """
         if len(parts) != len(self._packing.sizes):
             raise ProtocolError(f"{len(parts)} buckets came where {len(self._packing.sizes)} were expected.")

@@ -1,4 +1,4 @@
-"""`ServedGroup`: what a server does about one exchange group: Algorithm 1, lines 10 to 25."""
+"""`ServedGroup`: one exchange group at a server. Algorithm 1, lines 10 to 25."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hop_tf.tensors.packing import Packing
 
 
 class ForgottenError(ProtocolError):
-    """A worker has pushed that takes no part: it was lost, and the others go on without it."""
+    """Raised for a push of a worker that takes no part: it was lost, and the others go on without it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Gradient:
     """A push.
 
     Attributes:
-      sequence: Its number among the worker's pushes of the session, from 1.
-      buckets: The shard's: gradients, and, in those that are exact, the worker's values of what is carried. None where
-        the worker only asks for the answer again.
+      sequence: The number of the push among the worker's pushes of the session, from 1.
+      buckets: The shard's buckets: gradients and, in exact ones, the worker's non-trainable state. None if the worker
+        only asks for the answer again.
       rate: The learning rate.
-      is_applied: Whether to apply it.
+      is_applied: True if the gradients are applied.
       session: The session. Default: the first.
-      weight: What it counts as much as in means of several.
+      weight: The weight of the push in a mean of several. Default 1.
     """
 
     sequence: int
@@ -45,18 +45,18 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a worker gets for a push.
+    """The answer to a push.
 
     Attributes:
       worker: The worker.
-      sequence: Number of the push.
-      buckets: The shard's buckets right after that push: the model, and the means of what is carried.
-      num_others: c, the pushes of others that were applied since the worker's last answer.
+      sequence: The number of the push.
+      buckets: The shard's buckets when the push is answered: the model, and the means of the non-trainable state.
+      num_others: c, the number of others' pushes that were applied since the worker's last answer.
       num_workers: n.
-      is_missing: Whether the push has not arrived: it is to be sent again.
-      session: Of the push.
-      num_pushes: Pushes that were applied, of all workers.
-      clock: The worker's.
+      is_missing: True if the push has not arrived. The worker is to send it again.
+      session: The session of the push.
+      num_pushes: The number of pushes of all workers that were applied.
+      clock: The worker's clock.
     """
 
     worker: int
@@ -73,21 +73,21 @@ class Answer:
 class ServedGroup:
     """A shard and the workers that push to it. May be used by several threads.
 
-    Each push is applied once: a worker's pushes are numbered, and one that comes again is only answered again, with the
-    model of then. (Answers are not kept: that would be a model for each worker.) All methods that return answers are to
-    be followed by sending them. Nothing here blocks but the lock, which is held while an update is made.
+    Each push is applied once: a worker's pushes are numbered. A push that comes again is only answered again, with the
+    present model. (Answers are not kept, because that would take a model for each worker.) The caller of a method that
+    returns answers must send them. Methods block only for the lock, which is held during an update.
 
     Args:
       shard: The shard.
-      packing: Its buckets.
-      consistency: When to apply, and when to answer.
-      pool: Where means are put. Default: a pool of its own.
+      packing: The shard's buckets.
+      consistency: The rule by which pushes are applied and answered.
+      pool: The memory for means. Default: a pool of its own.
 
     Attributes:
-      training: Names the training; "" for one that has no name.
-      num_assigned: How often the model was replaced in it.
-      num_pushes: Pushes that were applied.
-      num_steps_before: The most that one worker had sent when the session began.
+      training: The name of the training; "" if it has none.
+      num_assigned: The number of times that the model was replaced in the training.
+      num_pushes: The number of pushes that were applied.
+      num_steps_before: The most pushes that one worker had made when the session began.
     """
 
     def __init__(self, shard: Shard, packing: Packing, consistency: Consistency, pool: BufferPool | None = None):
@@ -108,13 +108,13 @@ class ServedGroup:
         self.num_pushes = 0
         self._num_steps = 0
         self.num_steps_before = 0
-        # The buckets that were read last, until something changes.
+        # Returns the buckets that were read last, or None after a change.
         self._latest: Callable[[], list[np.ndarray] | None] = _nothing
 
-    # Who takes part.
+    # Workers that take part.
 
     def begin_session(self, workers: Iterable[int], session: int = 1) -> None:
-        """All these workers take part from now on, and have not pushed yet. Pushes of other sessions are dropped."""
+        """Begins a session in which these workers take part. Pushes of other sessions are dropped from now on."""
         with self._lock:
             self._session = session
             self.num_steps_before = self._num_steps
@@ -124,7 +124,7 @@ class ServedGroup:
             self._latest = _nothing
 
     def join(self, worker: int, process: str = "") -> None:
-        """A worker takes part from now on; nothing if that process of it did."""
+        """Lets a worker take part from now on. No effect if this process of the worker takes part already."""
         with self._lock:
             self._join(worker, process)
 
@@ -137,12 +137,12 @@ class ServedGroup:
         known.process = process
         return known
 
-    # Another process served the group before this one.
+    # After another process served the group.
 
     def go_on(self, progress: Progress, workers: Collection[int]) -> None:
-        """Goes on with a training, in the state that was assigned; of its workers, with these.
+        """Goes on with a training, in the state that was assigned, and with those of its workers that are given.
 
-        What they have pushed since is not known here: `take_up` follows.
+        Pushes after the snapshot are unknown here, so `take_up` must follow for each worker.
         """
         with self._lock:
             self.training = progress.training
@@ -155,7 +155,7 @@ class ServedGroup:
             }
 
     def take_up(self, worker: int, process: str, num_answered: int, clock: int) -> list[Answer]:
-        """A worker goes on to take part; for the arguments see `Participant`.
+        """Lets a worker of the earlier process go on. For the arguments see `Participant`.
 
         Returns:
           The answers that are due now.
@@ -167,14 +167,14 @@ class ServedGroup:
             return self._advance()
 
     def remove(self, worker: int, *, is_lost: bool) -> list[Answer]:
-        """A worker takes part no more.
+        """Removes a worker, which no longer takes part.
 
         Args:
           worker: The worker.
-          is_lost: Whether to forget its moving statistics, too.
+          is_lost: True to forget the worker's moving statistics, too.
 
         Returns:
-          The answers to others that have waited for it.
+          The answers to other workers that have waited for this one.
         """
         with self._lock:
             self._workers.pop(worker, None)
@@ -187,24 +187,24 @@ class ServedGroup:
     def _forget_statistics(self, worker: int) -> None:
         values = self._statistics.pop(worker, None)
         if values is not None and not self._statistics:
-            self._means = values.buckets  # Nobody else's are there to go on with.
+            self._means = values.buckets  # There are no others to go on with.
 
     def end(self) -> None:
-        """Takes no more pushes: `state` is the last one."""
+        """Stops taking pushes, so that `state` is the last state."""
         with self._lock:
             self._has_ended = True
 
     # Pushes.
 
     def push(self, worker: int, gradient: Gradient) -> list[Answer]:
-        """Takes a push; returns the answers that are due now, to whomever.
+        """Takes a push. Returns the answers that are due now, to any workers.
 
-        One of another session than the running one is dropped: its worker has left that, and awaits no answer. So is
-        one that comes after `end`: another process answers it, if one takes the place of this one.
+        A push of another session is dropped, because its worker has left that session and awaits no answer. A push
+        after `end` is dropped, too: if another process takes the place of this one, that process answers it.
 
         Raises:
           ForgottenError: If the worker takes no part.
-          ProtocolError: If it has left a push out.
+          ProtocolError: If the worker has left out a push.
         """
         with self._lock:
             if self._has_ended or gradient.session != self._session:
@@ -228,7 +228,7 @@ class ServedGroup:
             return self._advance()
 
     def _advance(self) -> list[Answer]:
-        """Applies and answers what is due."""
+        """Applies the pushes that are due, and returns the answers that are due."""
         clocks = {worker: known.clock for worker, known in self._workers.items()}
         if workers := self._consistency.to_apply(self._pushed.keys(), clocks):
             self._apply(workers)
@@ -243,11 +243,11 @@ class ServedGroup:
 
     def _apply(self, workers: Collection[int]) -> None:
         self._latest = _nothing
-        # In the order of the ranks: sums come out the same whoever was first.
+        # In the order of the ranks, so that sums do not depend on the order of arrival.
         pushed = {worker: self._pushed.pop(worker) for worker in sorted(workers)}
         applied = {worker: gradient for worker, gradient in pushed.items() if gradient.is_applied}
         if applied:
-            rate = next(iter(applied.values())).rate  # Of several (bsp), the lowest rank's.
+            rate = next(iter(applied.values())).rate  # With several pushes (bsp), the lowest rank's rate.
             self._shard.apply(self._mean(list(applied.values())), rate)
         self.num_pushes += len(applied)
         for worker, known in self._workers.items():
@@ -277,7 +277,7 @@ class ServedGroup:
         )
 
     def _read(self) -> list[np.ndarray]:
-        """The buckets; where nothing has changed since they were read last, and a message has them, the same ones."""
+        """Returns the buckets: the same arrays as last time, if nothing has changed and a message still holds them."""
         buckets = self._latest()
         if buckets is None:
             buckets = self._read_anew()
@@ -295,10 +295,10 @@ class ServedGroup:
     # The state.
 
     def state(self, *, with_slots: bool) -> ShardState:
-        """All that is kept. Nobody writes to its arrays afterwards.
+        """Returns the whole state. Its arrays do not change afterwards.
 
-        At the end of a `fit`, when all workers ask for it, a server does not hold one for each: while nothing changes,
-        all get the same arrays.
+        While nothing changes, all callers get the same arrays. So when all workers ask for the state at the end of a
+        `fit`, the server does not hold a copy for each.
         """
         with self._lock:
             return ShardState(
@@ -321,7 +321,7 @@ class ServedGroup:
             return self._progress().life
 
     def assign(self, state: ShardState) -> None:
-        """Begins with that state."""
+        """Begins with a state."""
         with self._lock:
             self._assign(state.buckets)
             self._shard.assign_slots(state.slots)
@@ -330,7 +330,7 @@ class ServedGroup:
             self._num_steps = self.num_steps_before = state.num_steps
 
     def assign_model(self, buckets: Sequence[np.ndarray]) -> None:
-        """Goes on with another model, and the optimizer as it is."""
+        """Replaces the model. The optimizer stays as it is."""
         with self._lock:
             self._assign(buckets)
             self.num_assigned += 1
@@ -342,7 +342,7 @@ class ServedGroup:
         self._means = [np.array(buckets[index]) for index in self._carried]
 
     def _mean(self, gradients: Sequence[Gradient]) -> list[np.ndarray]:
-        """The mean of each bucket, summed in float32 at least; the only push itself where there is one."""
+        """The mean of each bucket, summed in float32 at least. With one push, the buckets of this push."""
         if len(gradients) == 1:
             return list(gradients[0].buckets)
         weights = [gradient.weight for gradient in gradients]
@@ -350,7 +350,7 @@ class ServedGroup:
         return [self._mean_of(each, weights) for each in zip(*(g.buckets for g in gradients), strict=True)]
 
     def _mean_of(self, arrays: Sequence[np.ndarray], weights: Sequence[float] | None) -> np.ndarray:
-        """The mean of some arrays; with weights, which add up to 1, it is their sum."""
+        """The mean of some arrays, or with weights, which add up to 1, their weighted sum."""
         dtype = np.promote_types(arrays[0].dtype, np.float32)
         total = self._pool.take(arrays[0].size * dtype.itemsize).view(dtype)
         if weights is not None:
@@ -366,4 +366,4 @@ class ServedGroup:
 
 
 def _nothing() -> None:
-    """Nothing was read, or it has changed."""
+    """Returns None: no buckets were read since the last change."""

@@ -1,4 +1,4 @@
-"""`Progress`: which pushes of a training a server has applied, so that another process can go on in its place."""
+"""`Progress`: the pushes of a training that a server has applied, so that another process can go on in its place."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 
 @dataclasses.dataclass
 class Participant:
-    """What is known of a worker that takes part.
+    """The progress of a worker that takes part.
 
     Attributes:
-      process: Names its process; "" while that is unknown.
-      sequence: Number of its last push that was applied.
-      clock: The same, for a worker that joins late as if it had pushed as often as the slowest one.
+      process: The name of the worker's process; "" while unknown.
+      sequence: The number of the worker's last push that was applied.
+      clock: As `sequence`, but a worker that joins late starts as if it had pushed as often as the slowest one.
       num_others: c.
       last_num_others: c of the last answer.
-      waits: Whether its last push was applied and is not answered.
+      waits: True if the worker's last push was applied and is not answered.
     """
 
     process: str = ""
@@ -29,14 +29,14 @@ class Participant:
     waits: bool = False
 
     def take_up(self, num_answered: int, clock: int) -> None:
-        """The worker tells what a former process has answered it, of which a snapshot may lack the last pushes.
+        """Takes up a worker whose last pushes may be missing in the snapshot of an earlier server process.
 
         Args:
-          num_answered: How many of its pushes of the session were.
-          clock: Its clock then.
+          num_answered: The number of the worker's pushes of the session that were answered.
+          clock: The worker's clock at the last answer.
         """
         if self.sequence > num_answered:
-            return  # The push that it is about to repeat is in the snapshot, and its answer was lost.
+            return  # The push that the worker will repeat is in the snapshot: only its answer was lost.
         if self.sequence < num_answered or self.waits:
             self.num_others, self.waits = 0, False
         if self.sequence < num_answered:
@@ -45,14 +45,14 @@ class Participant:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What was applied of a training.
+    """The part of a training that was applied.
 
     Attributes:
-      training: Its name, which no other one has.
+      training: The unique name of the training.
       session: The running session.
-      num_steps_before: The most that one worker had sent when the session began.
-      num_assigned: How often rank 0 has given another model.
-      workers: Those that take part in it.
+      num_steps_before: The most pushes that one worker had made when the session began.
+      num_assigned: The number of times that rank 0 has given another model.
+      workers: The workers that take part in the session.
     """
 
     training: str = ""
@@ -63,11 +63,11 @@ class Progress:
 
     @property
     def life(self) -> tuple[str, int, int]:
-        """Two states of one life differ by pushes only."""
+        """A key of the state. Two states with equal keys differ by pushes only."""
         return self.training, self.session, self.num_assigned
 
     def to_message(self) -> pb.Progress:
-        """For a file."""
+        """Returns the progress as a message for a file."""
         return pb.Progress(
             training=self.training,
             session=self.session,
@@ -80,7 +80,7 @@ class Progress:
 
     @classmethod
     def from_message(cls, message: pb.Progress) -> Progress:
-        """What `to_message` has described."""
+        """Returns the progress of a message from `to_message`."""
         names = [field.name for field in dataclasses.fields(Participant)]
         workers = {each.rank: Participant(**{name: getattr(each, name) for name in names}) for each in message.workers}
         return cls(message.training, message.session, message.num_steps_before, message.num_assigned, workers)

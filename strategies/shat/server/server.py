@@ -1,4 +1,4 @@
-"""`ParameterServer`: takes what workers send, and answers."""
+"""`ParameterServer`: takes the messages of workers, and answers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hop_tf.tensors import payloads
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import Handler, Message, Transport
 
-# Queues at a server, and, with the group's name in between, at a worker.
+# Prefix of the queues at a server, and with the group's name behind it, of those at a worker.
 PREFIX = "parameter_server"
 CONFIGURE, PUSH, PULL, ASSIGN, BEGIN, RETIRE = (
     f"{PREFIX}/{name}" for name in ("configure", "push", "pull", "assign", "begin", "retire")
 )
 CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
-# Whose model the servers begin with.
+# The rank whose model the servers begin with.
 _FIRST = 0
 _NO_STATE = "rank 0 has gone before the servers had its model. Start the job again."
 _NOT_TRAINED = (
@@ -40,25 +40,26 @@ _NOT_TRAINED = (
 class ParameterServer:
     """Serves shards to workers.
 
-    Nothing here blocks, but for a moment on other pushes to the same shard; the first answers of a session wait for a
-    snapshot. What takes long (to make a group, to write it to a file) is done without the server's lock, for which all
-    wait.
+    Handlers of messages block only for a moment, for other pushes to the same shard. The first answers of a session
+    wait for a snapshot. Slow work (making a group, writing it to a file) does not hold the server's lock, for which all
+    handlers wait.
 
-    Memory, in vectors as long as what it keeps of the model, with W workers and an optimizer that has s slots (SGD 0,
-    Adam 2): (1 + s) + max(W + 1, s + 2). That is the state; then a push or an answer of each worker, and both of the
-    one whose push is applied; or, at first, rank 0's state in a message, and the answer to it, which all share. Beyond:
+    Memory, in vectors as long as the server's part of the model, with W workers and an optimizer that has s slots (SGD
+    0, Adam 2): (1 + s) + max(W + 1, s + 2). The first term is the state. W + 1 is a push or an answer of each worker,
+    and both of the worker whose push is applied. s + 2 is, at first, rank 0's state in a message, and the answer to it,
+    which all workers share. In addition:
 
-    - what an update needs for a moment, a few times 4 MiB, or the largest variable where the optimizer looks at whole
-      tensors; glibc may keep that for later, up to 64 MiB in a thread (MALLOC_ARENA_MAX);
-    - s for a state on its way to a worker or a file, if an update comes before it is there: TensorFlow copies then;
+    - temporary memory of an update: a few times 4 MiB, or the largest variable if the optimizer looks at whole tensors;
+      glibc may keep this memory, up to 64 MiB in a thread (MALLOC_ARENA_MAX);
+    - s for a state in flight to a worker or a file, if an update comes meanwhile, because TensorFlow then copies;
     - 1 with a lossy codec, for the decoded push;
-    - up to W - 1 where threads are held up between an answer and the release of its push.
+    - up to W - 1 if threads are held up between an answer and the release of its push.
 
     Args:
-      transport: The transport, on which it takes messages from now on.
+      transport: The transport. The server takes its messages from now on.
       num_workers: Ranks 0 to num_workers - 1 are workers.
-      pool: Memory of messages: the transport's. Default: a pool of its own.
-      snapshots: Where states are kept, and what a group begins with if it is there. Default: nowhere.
+      pool: The transport's memory for messages. Default: a pool of its own.
+      snapshots: The snapshots to which states are written, and from which groups begin. Default: none.
     """
 
     def __init__(
@@ -74,20 +75,21 @@ class ParameterServer:
         self._snapshots = snapshots
         self._lock = threading.RLock()
         self._groups: dict[str, ConfiguredGroup] = {}
-        # Held while a group is made and gets its first state; before the server's lock, where both are held.
+        # Held while a group is made and gets its first state. Always taken before the server's lock.
         self._making: collections.defaultdict[str, threading.Lock] = collections.defaultdict(threading.Lock)
         self._session = 0
-        # Whether rank 0 has assigned what was changed before the session, and the pulls that wait for that.
+        # True if rank 0 has assigned the models that it changed before the session, and the pulls that wait for that.
         self._has_begun = False
         self._waiting_pulls: list[Message] = []
-        self._first_has_pushed = False  # In the session: by then it has told of its groups.
-        # Workers that have ended for good, and those that were lost; the latter may come back.
+        self._first_has_pushed = False  # In the session. By then rank 0 has configured its groups.
+        # Workers that have ended for good, and workers that were lost with the reasons. Lost workers may come back.
         self._ended: set[int] = set()
         self._lost: dict[int, str] = {}
-        # Who left the running session, and whose processes were started again since, and take no part yet. A worker may
-        # have left a session that the others have yet to enter: the last one that each has left.
+        # Workers that have left the running session.
         self._left: set[int] = set()
+        # The last session that each worker has left, which the others may not have entered yet.
         self._last_left: dict[int, int] = {}
+        # Workers that were started again and take no part yet.
         self._restarted: set[int] = set()
         self._workers = range(num_workers)
         for queue, handler in {
@@ -103,30 +105,30 @@ class ParameterServer:
 
     @property
     def is_done(self) -> bool:
-        """Whether no worker is left."""
+        """True if all workers have ended or were lost."""
         with self._lock:
             return len(self._ended | self._lost.keys()) == len(self._workers)
 
     @property
     def has_served(self) -> bool:
-        """Whether a worker has ended by itself."""
+        """True if a worker has ended by itself."""
         with self._lock:
             return bool(self._ended)
 
     @property
     def lost(self) -> Mapping[int, str]:
-        """Workers that were lost, and how."""
+        """The workers that were lost, with the reasons."""
         with self._lock:
             return dict(self._lost)
 
     @property
     def present(self) -> list[int]:
-        """Workers that have neither ended nor were lost."""
+        """The workers that have not ended and were not lost."""
         with self._lock:
             return [worker for worker in self._workers if worker not in self._ended and worker not in self._lost]
 
     def forget(self, worker: int, reason: str) -> None:
-        """A worker was lost: the others go on without it."""
+        """Records that a worker was lost. The others go on without it."""
         with self._lock:
             if worker in self._lost:
                 return
@@ -135,7 +137,7 @@ class ParameterServer:
         self._remove(worker, is_lost=True)
 
     def restarted(self, worker: int) -> None:
-        """Another process has taken the place of a worker: that one was lost, and takes part when it asks to."""
+        """Records that a new process has taken a lost worker's place. It takes part when it asks to."""
         self._remove(worker, is_lost=True)
         with self._lock:
             self._lost.pop(worker, None)
@@ -146,7 +148,7 @@ class ParameterServer:
         self._answer_due_pulls()
 
     def take_snapshots(self, *, final: bool = False) -> None:
-        """Writes the states whose time has come; all that have changed, if `final`."""
+        """Writes the states that are due. With `final`, writes all states that have changed."""
         if self._snapshots is not None:
             with self._lock:
                 groups = {name: configured.group for name, configured in self._groups.items() if configured.has_state}
@@ -154,7 +156,7 @@ class ParameterServer:
                 self._snapshots.write(name, group, final=final)
 
     def end(self) -> None:
-        """Takes no more pushes, and writes what has changed since the last snapshots."""
+        """Stops taking pushes, and writes the states that have changed since the last snapshots."""
         with self._lock:
             groups = [configured.group for configured in self._groups.values()]
         for group in groups:
@@ -164,14 +166,14 @@ class ParameterServer:
     # Workers that come and go.
 
     def _enter(self, session: int) -> None:
-        """Workers enter a session together; the first message of it tells, but a farewell. The lock must be held."""
+        """Enters a session with its first message from any worker, except a farewell. The lock must be held."""
         if session > self._session:
             self._begin_session(session)
 
     def _begin_session(self, session: int) -> None:
         self._session = session
         self._has_begun = self._first_has_pushed = False
-        self._waiting_pulls.clear()  # Whoever has sent them has left the session.
+        self._waiting_pulls.clear()  # Their senders have left the previous session.
         self._left = {worker for worker, last in self._last_left.items() if last >= session}
         self._restarted.clear()
         workers = [worker for worker in self.present if worker not in self._left]
@@ -181,7 +183,7 @@ class ParameterServer:
     def _on_leave(self, message: Message) -> None:
         leave = parse(membership_pb2.Leave, message)
         if leave.lost:
-            return  # Whether that one is lost to the server, too, it sees for itself.
+            return  # The server finds out itself if that rank is lost.
         if leave.rank != message.sender:
             return
         with self._lock:
@@ -206,7 +208,7 @@ class ParameterServer:
             self._send_answers(name, configured, configured.group.remove(worker, is_lost=is_lost))
 
     def _give_up_waiting(self) -> None:
-        """Nobody will give the model that some wait for. The lock must be held."""
+        """Refuses the workers that wait for a model, because rank 0 will not give it. The lock must be held."""
         for name, configured in self._groups.items():
             if not configured.has_state:
                 for worker in configured.take_waiting():
@@ -219,9 +221,9 @@ class ParameterServer:
         configure = parse(pb.Configure, message._replace(header=parts[0].tobytes()))
         with self._lock:
             if not configure.has_left and self._has_gone(message.sender, configure.session):
-                return  # Its farewell has overtaken this.
+                return  # The worker's farewell has overtaken this message.
             if message.sender in self._restarted and self._have_all_restarted(configure.session):
-                self._last_left.clear()  # These were other processes.
+                self._last_left.clear()  # The entries are of earlier processes.
                 self._begin_session(configure.session)
                 for configured in self._groups.values():
                     configured.go_on_with_new_workers()
@@ -230,7 +232,7 @@ class ParameterServer:
         try:
             with making:
                 configured, ready, answers = self._configure(message.sender, configure, parts[1:])
-        except Exception as error:  # Whatever keeps the group from being made here is the worker's to raise.
+        except Exception as error:  # The worker raises any error that prevents the group here.
             logging.exception("the server cannot configure group %s for rank %d.", configure.group, message.sender)
             text = str(error) if isinstance(error, HopError) else f"{type(error).__name__}: {error}"
             for worker in (message.sender, *self._take_waiting(configure.group)):
@@ -242,14 +244,15 @@ class ParameterServer:
         self._send_answers(configure.group, configured, answers)
 
     def _have_all_restarted(self, session: int) -> bool:
-        """Whether all workers were started again, as one that enters `session` was. The lock must be held.
+        """True if all workers were started again, as the one that enters `session` was. The lock must be held.
 
-        They count sessions from 1 then. Of others the server may hear later than that one, who has met them.
+        They then count sessions from 1. The server may hear of the other workers later than this worker, which has met
+        them: a session number below the server's is enough.
         """
         return session < self._session or self._restarted.issuperset(self.present)
 
     def _tell_state(self, configure: pb.Configure, configured: ConfiguredGroup, workers: Sequence[int]) -> None:
-        # At first all have rank 0's slots.
+        # Before the first push, all workers have rank 0's slots.
         with_slots = configured.is_under_way or configured.group.num_pushes > 0
         state = configured.group.state(with_slots=with_slots) if workers else None
         for worker in workers:
@@ -263,17 +266,17 @@ class ParameterServer:
         self._send(worker, f"{PREFIX}/{configure.group}/{CONFIGURED}", answer, parts)
 
     def _has_gone(self, worker: int, session: int) -> bool:
-        """Whether a worker has ended, or left that session. The lock must be held."""
+        """True if a worker has ended, or has left a session. The lock must be held."""
         has_left = session <= self._last_left.get(worker, 0)
         return worker in self._ended or has_left
 
     def _configure(
         self, worker: int, configure: pb.Configure, parts: Sequence[np.ndarray]
     ) -> tuple[ConfiguredGroup, list[int], list[Answer]]:
-        """Makes the group, unless it is there, and begins with rank 0's state or the snapshot's.
+        """Makes the group if it is new, and begins with rank 0's state or the snapshot's.
 
         Returns:
-          The group, whom to tell its state, and the answers to pushes that are due now.
+          The group, the workers that are to get its state, and the answers to pushes that are due now.
         """
         configured = self._find_or_make(worker, configure)
         configured.check_goes_on(configure)
@@ -281,11 +284,11 @@ class ParameterServer:
         answers = []
         with self._lock:
             if configure.resumes and configure.session < self._session:
-                pass  # It tells of a session that is over.
+                pass  # The message is about a session that is over.
             elif configure.has_left:
                 self._left.add(worker)
                 answers = configured.group.remove(worker, is_lost=False)
-            elif not self._has_gone(worker, configure.session):  # It may have left meanwhile.
+            elif not self._has_gone(worker, configure.session):  # The worker may have left meanwhile.
                 answers = self._take_in(worker, configure, configured)
         if configure.has_state and not configured.has_state:
             configured.begin(ShardState.from_parts(parts, configured.packing))
@@ -293,11 +296,11 @@ class ParameterServer:
             return configured, configured.take_waiting() if configured.has_state else [], answers
 
     def _find_or_make(self, worker: int, configure: pb.Configure) -> ConfiguredGroup:
-        """The group; its lock in `_making` must be held."""
+        """Returns the group, and makes it if it is new. The group's lock in `_making` must be held."""
         with self._lock:
             configured = self._groups.get(configure.group)
             if configured is None and worker in self._restarted and self._first_has_pushed:
-                raise MismatchError(_NOT_TRAINED)  # Nobody would give the model.
+                raise MismatchError(_NOT_TRAINED)  # No worker would give the model.
         if configured is not None:
             return configured
         configured, state = ConfiguredGroup(configure, self._pool), None
@@ -307,12 +310,12 @@ class ParameterServer:
         with self._lock:
             workers = [w for w in self.present if w not in self._left or w == worker]
             configured.enter(configure, state, workers, self._session)
-            configured.check_goes_on(configure)  # Else who may begin anew would find the group here.
+            configured.check_goes_on(configure)  # Before the group is kept: a worker that begins anew must not find it.
             self._groups[configure.group] = configured
         return configured
 
     def _take_in(self, worker: int, configure: pb.Configure, configured: ConfiguredGroup) -> list[Answer]:
-        """A worker takes part in the group, and may wait for its state. The lock must be held."""
+        """Lets a worker take part in the group. The worker may wait for its state. The lock must be held."""
         self._left.discard(worker)
         self._restarted.discard(worker)
         if self._lost.pop(worker, None) is not None:
@@ -340,7 +343,7 @@ class ParameterServer:
         self._end_groups(retired)
 
     def _take_retired_groups(self) -> dict[str, ConfiguredGroup]:
-        """The groups that no worker wants any more, which are no longer the server's. The lock must be held."""
+        """Removes and returns the groups that no present worker needs any longer. The lock must be held."""
         present = set(self.present)
         names = [name for name, each in self._groups.items() if each.retired and each.retired >= present]
         return {name: self._groups.pop(name) for name in names}
@@ -365,9 +368,9 @@ class ParameterServer:
             is_current = push.session == self._session and message.sender not in self._left
             if is_current and message.sender == _FIRST:
                 self._first_has_pushed = True
-                self._has_begun = True  # This process may have been started after rank 0 has said so.
+                self._has_begun = True  # This process may have been started after rank 0's announcement.
         if not is_current:
-            return  # It has left meanwhile, and awaits no answer. Where it leaves only now, the group will see.
+            return  # The worker has left meanwhile, and awaits no answer. If it leaves only now, the group notices.
         self._answer_due_pulls()
         try:
             configured = self._find(push.group)
@@ -418,7 +421,7 @@ class ParameterServer:
             self._answer_pull(message)
 
     def _answer_due_pulls(self) -> None:
-        """Answers those that have waited for what rank 0 assigns, if that is there or will not come."""
+        """Answers the pulls that wait for rank 0's models, if these have come or will not come."""
         with self._lock:
             if not self._has_begun and _FIRST in self.present and _FIRST not in self._left:
                 return
@@ -439,7 +442,7 @@ class ParameterServer:
     def _on_assign(self, message: Message) -> None:
         assign = parse(pb.Assign, message)
         with self._lock:
-            self._enter(assign.session)  # Before: no push of the last session may follow.
+            self._enter(assign.session)  # First, so that no push of the previous session follows the new model.
         configured = self._find(assign.group)
         configured.group.assign_model(configured.view(payloads.split(message.payload)))
 
@@ -456,12 +459,12 @@ class ParameterServer:
         payload = payloads.join(parts) if parts else ()
         try:
             self._transport.send(worker, queue, answer.SerializeToString(), payload, lane=BULK_LANE)
-        except HopError as error:  # It is gone; `forget` hears of that.
+        except HopError as error:  # The worker is gone; `forget` follows.
             logging.info("the server could not send to %s of rank %d: %s", queue, worker, error)
 
 
 def _guarded(handler: Handler, message: Message) -> None:
-    """Drops what is no message of this protocol."""
+    """Handles a message. Logs and drops a message that breaks the protocol."""
     try:
         handler(message)
     except ProtocolError as error:

@@ -1,4 +1,4 @@
-"""What a process of a `ps` task does: it serves until the workers are done."""
+"""`serve`: the process of a `ps` task, which serves until the workers are done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hop_tf.transport import Transport
 from hop_tf.transport.deadlines import problem_of
 
 STRATEGY = "SHATParameterServerStrategy"
-# How often the server looks whether the workers live.
+# Time between two checks of the workers.
 _PERIOD_SECONDS = 0.1
 
 
@@ -34,21 +34,22 @@ def serve(
     options: CommunicationOptions | None = None,
     snapshots: SnapshotOptions | None = None,
 ) -> None:
-    """Serves shards as the `ps` task that this process is.
+    """Serves shards in this process, which must be a `ps` task.
 
     Args:
       cluster: The cluster.
       options: Deadlines and credentials. Default: `CommunicationOptions()`.
-      snapshots: When and where to write snapshots. Default: nowhere.
+      snapshots: The directory and the times of snapshots. Default: no snapshots.
 
-    Blocks: until all workers have ended. Those that are dead, or cannot be reached for `timeout_seconds`, do not count.
-    SIGTERM, as when the machine is taken away, ends the process before: after a last snapshot, with exit code 143.
+    Blocks: until all workers have ended. Workers that are dead, or cannot be reached for `timeout_seconds`, do not
+    count. SIGTERM, as when the machine is taken away, ends the process earlier: after a last snapshot, with exit code
+    143.
 
     Raises:
-      ClusterConfigError: If this process is no `ps` task.
-      HopError: If its address cannot be bound.
+      ClusterConfigError: If this process is not a `ps` task.
+      HopError: If the server's address cannot be bound.
       PeerLostError: If all workers were lost.
-      MismatchError: If they were not lost, but have other versions.
+      MismatchError: If workers have other versions.
     """
     if cluster.task_type != "ps":
         raise ClusterConfigError(
@@ -79,7 +80,7 @@ def _exit_on_termination() -> Iterator[None]:
 
 
 class _Service:
-    """A server, its transport, and the eye on the workers."""
+    """A server with its transport, which watches the workers."""
 
     def __init__(self, cluster: Cluster, options: CommunicationOptions, snapshots: SnapshotOptions):
         self._options = options
@@ -103,7 +104,7 @@ class _Service:
             on_error=self._on_error,
             on_restart=self._on_restart,
             recorder=self._recorder,
-            in_turn=False,  # Workers may have trained without it before.
+            in_turn=False,  # Workers may have trained without the server before.
         )
         self._server = ParameterServer(
             transport=self._transport,

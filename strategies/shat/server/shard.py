@@ -15,9 +15,9 @@ from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing
 
-# Optimizers that treat each value of a tensor alone, whose tensors may be divided.
+# Optimizers that treat each value of a tensor alone. Their tensors may be divided.
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
-# GPUs are the workers': a server beside them would take a GPU's memory, and send all it gets there and back.
+# GPUs belong to the workers. On a GPU, a server would take its memory, and copy all data there and back.
 _DEVICE = "/cpu:0"
 
 
@@ -33,25 +33,25 @@ def _on_processor(method: Callable) -> Callable:
 
 
 def is_elementwise(optimizer_class: type) -> bool:
-    """Whether an optimizer is known to update each value of a tensor by that value and its gradient alone."""
+    """True if an optimizer is known to update each value of a tensor from that value and its gradient alone."""
     return any(optimizer_class is getattr(keras.optimizers, name, None) for name in _ELEMENTWISE)
 
 
 class Shard:
-    """The buckets of a shard that are trained, with their optimizer, on the processor. Used by one thread at a time.
+    """The trained buckets of a shard, with their optimizer, on the processor. Used by one thread at a time.
 
-    TensorFlow holds what it has once allocated: it has the model and the slots here, and what an update needs for a
-    moment. All that comes and goes is elsewhere, in memory that is used again.
+    TensorFlow keeps memory that it has once allocated. So it holds only the model, the slots, and the temporary memory
+    of an update. Messages are elsewhere, in memory that is reused.
 
     Args:
-      packing: The shard's buckets. Those that are exact are not trained.
+      packing: The shard's buckets. Exact buckets are not trained.
       optimizer: The optimizer, in JSON, as `hop_tf.keras_hook.optimizers.serialized_for_server` writes it.
-      decays: For each piece, whether the optimizer's weight decay applies to it.
-      pool: Where buckets are put that are read. Default: a pool of its own.
+      decays: For each piece, True if the optimizer's weight decay applies to the piece.
+      pool: The memory for buckets that are read. Default: a pool of its own.
 
     Raises:
       ValueError: If Keras knows no such optimizer here.
-      TypeError: If Keras cannot make it.
+      TypeError: If Keras cannot make the optimizer.
     """
 
     @_on_processor
@@ -72,7 +72,7 @@ class Shard:
 
     def _make_variable(self, index: int) -> keras.Variable:
         spec = self._packing.specs[index]
-        # The name may tell the optimizer how to treat it; slashes are not for names.
+        # The optimizer may treat variables by name. A name must not have slashes.
         name = spec.name.replace("/", ".")
         return keras.Variable("zeros", shape=spec.shape, dtype=spec.dtype.name, name=name)
 
@@ -81,7 +81,7 @@ class Shard:
         """Makes one update.
 
         Args:
-          gradients: The shard's buckets; what those that are exact hold is ignored.
+          gradients: The shard's buckets. Exact buckets are ignored.
           rate: The learning rate.
         """
         if self._variables:
@@ -89,7 +89,7 @@ class Shard:
 
     @_on_processor
     def read(self) -> list[np.ndarray]:
-        """The buckets now, with zeros in those that are exact. Nobody writes to them afterwards."""
+        """Returns the present buckets, with zeros in exact ones. The shard does not write to them afterwards."""
         buckets = self._packing.take(self._pool)
         for bucket, exact in zip(buckets, self._packing.exact, strict=True):
             if exact:
@@ -102,22 +102,22 @@ class Shard:
 
     @_on_processor
     def assign(self, buckets: Sequence[np.ndarray]) -> None:
-        """Replaces what is trained."""
+        """Replaces the values of the trained variables."""
         for index, variable in zip(self._trained, self._variables, strict=True):
             bucket, where = self._packing.place(index)
             variable.assign(buckets[bucket][where].reshape(self._packing.specs[index].shape))
 
     @_on_processor
     def slots(self) -> dict[tuple[str, int | None], np.ndarray]:
-        """What the optimizer remembers, by pieces.
+        """The values of the optimizer's slots, by name and piece.
 
-        It is not copied: only where an update comes while somebody has an array of it, TensorFlow copies that first.
+        They are not copied. If an update comes while a caller holds an array, TensorFlow copies that array first.
         """
         return {key: np.asarray(slot.read_value()) for key, slot in self._slots().items()}
 
     @_on_processor
     def assign_slots(self, slots: Mapping[tuple[str, int | None], np.ndarray]) -> None:
-        """Replaces what the optimizer remembers, as far as it has such slots."""
+        """Replaces the values of the optimizer's slots. Ignores values of slots that it does not have."""
         own = self._slots()
         for key, value in slots.items():
             if key in own:
@@ -126,7 +126,7 @@ class Shard:
     @property
     @_on_processor
     def iterations(self) -> int:
-        """Number of updates."""
+        """The number of updates."""
         return int(self._optimizer.iterations)
 
     @iterations.setter
@@ -151,7 +151,7 @@ class Shard:
     def _update_in_order(
         self, update: Callable[..., None], gradient: tf.Tensor, variable: tf.Variable, rate: tf.Tensor
     ) -> None:
-        """`Optimizer.update_step` of one piece after the other: what it needs for a moment, it needs of one piece."""
+        """Calls `Optimizer.update_step` for one piece after the other, which limits temporary memory to one piece."""
         with tf.control_dependencies(self._updated):
             update(gradient, variable, rate)
             self._updated = [tf.convert_to_tensor(variable)]
@@ -162,18 +162,18 @@ class Shard:
 
 
 def _traced(function: Callable, *specs) -> Callable:
-    """A graph of a function, for arguments of these specs only: it is called in half the time of a `tf.function`."""
+    """Returns a graph of a function, for arguments of these specs. A call takes half the time of a `tf.function`."""
     return tf.function(function, autograph=False).get_concrete_function(*specs)
 
 
 def _adopted(array: np.ndarray) -> tf.Tensor:
-    """A tensor of an array, whose memory it shares where that is aligned; `tf.constant` would copy it."""
+    """Returns a tensor that shares the memory of an array, if that is aligned. `tf.constant` would copy the array."""
     return tf.raw_ops.Identity(input=array)
 
 
 def _deserialized(text: str) -> keras.optimizers.Optimizer:
     optimizer = keras.saving.deserialize_keras_object(json.loads(text))  # `optimizers.deserialize` knows no Lamb.
-    if not isinstance(optimizer, keras.optimizers.Optimizer):  # Some classes that it cannot find it gives back as text.
+    if not isinstance(optimizer, keras.optimizers.Optimizer):  # Keras returns some unknown classes as text.
         raise ValueError(
             "the optimizer must be known to Keras on parameter servers: register its class with "
             f"keras.saving.register_keras_serializable, and start the same script there. Received: {text}."

@@ -1,7 +1,7 @@
-"""Which server keeps which part of a model: a shard for each server.
+"""The division of a model into shards, one for each server.
 
-A part of a tensor is a range of its values in row-major order. Together, in the order of the servers, the shards are
-the tensors, in their order: so a shard is a range of each bucket (`hop_tf.tensors.packing`) that these are packed into.
+A part of a tensor is a range of its values in row-major order. In the order of the servers, the shards contain the
+tensors in their order. So a shard is a range of each bucket (`hop_tf.tensors.packing`) of the tensors.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 from hop_tf.tensors.packing import Packing, TensorSpec
 
 SHARDINGS = ("memory", "layer", "none")
-# Where a tensor is divided, its parts begin at multiples of so many bytes, as tensors do in their buckets.
+# The parts of a divided tensor begin at multiples of this many bytes, as tensors do in their buckets.
 _ALIGNMENT_BYTES = 64
-# An update takes memory of a few times the piece; one that fits into a processor's cache is updated faster, too.
+# An update takes memory of a few times the piece. A piece that fits into a processor's cache is also updated faster.
 _MAX_PIECE_VALUES = 1 << 20
 
 
@@ -36,13 +36,13 @@ def plan_shards(
 
     Args:
       specs: The tensors.
-      layers: For each tensor, the layer that it belongs to; those of a layer follow each other.
+      layers: For each tensor, the layer that it belongs to. The tensors of a layer follow each other.
       num_servers: Number of servers, at least 1.
-      sharding: "memory": equal numbers of values, up to 64 bytes; tensors are divided where that falls so. "layer":
-        equal numbers of layers, up to one. "none": the first server has everything.
+      sharding: "memory": equal numbers of values, up to 64 bytes, which may divide tensors. "layer": equal numbers of
+        layers, up to one. "none": the first server has everything.
 
     Returns:
-      For each server its pieces, none of them empty. Small models leave servers without any.
+      For each server its pieces, none of them empty. With a small model, some servers have no pieces.
 
     References:
       Ko and Kim. SHAT: A Novel Asynchronous Training Algorithm That Provides Fast Model Convergence in Distributed Deep
@@ -80,7 +80,7 @@ def _by_values(specs: Sequence[TensorSpec], num_servers: int) -> list[list[Piece
 
 
 def divide(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same values in pieces of at most 2^20, for optimizers that do not look at whole tensors."""
+    """Divides pieces into pieces of at most 2^20 values, for optimizers that do not look at whole tensors."""
     size = _MAX_PIECE_VALUES
     return [
         Piece(piece.index, start, min(start + size, piece.stop))
@@ -90,16 +90,16 @@ def divide(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 class ShardPacking:
-    """Where a shard's pieces lie: in the buckets of the whole model, and in buckets of their own.
+    """The places of a shard's pieces in the buckets of the whole model, and in the shard's own buckets.
 
     Args:
-      whole: The packing of the model, whose first tensors are those that were divided.
-      pieces: The shard, not empty.
+      whole: The packing of the model. Its first tensors are those that were divided.
+      pieces: The pieces of the shard, not empty.
 
     Attributes:
-      pieces: The same.
-      packing: The shard's own buckets, which are the ranges one behind the other.
-      ranges: For each bucket of the shard: the number of the model's bucket, and the range of it.
+      pieces: The pieces of the shard.
+      packing: The shard's own buckets. Each is a range of a bucket of the model.
+      ranges: For each bucket of the shard: the number of the model's bucket, and the range in that bucket.
     """
 
     def __init__(self, whole: Packing, pieces: Sequence[Piece]):
@@ -121,7 +121,7 @@ class ShardPacking:
         )
 
     def cut(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The shard's buckets, which share memory with those of the model."""
+        """Returns the shard's buckets, which share memory with the model's buckets."""
         return [buckets[bucket][where] for bucket, where in self.ranges]
 
 

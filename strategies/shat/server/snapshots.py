@@ -1,4 +1,4 @@
-"""`Snapshots`: the states of a server in files, from which it goes on after it was lost."""
+"""`Snapshots`: the states of a server in files. A server that was lost goes on from them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _BEGIN_ANEW = "Bring back a copy of it, or remove all servers' snapshots to begi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapshotOptions:
-    """When and where servers write snapshots.
+    """The directory and the times of the servers' snapshots.
 
     Attributes:
-      directory: Where each server writes a file for each optimizer, `ps_<index>_<group>`. It must be there when a
-        server is started again, on whatever machine: within `timeout_seconds`, the training goes on. Default None: no
-        snapshots.
-      every_seconds: Longest time between two, where there were pushes. The first push of each `fit` is written at once,
-        before it is answered. Default 60.
-      every_pushes: Most pushes between two; None for no limit. Default None.
+      directory: The directory in which each server writes a file for each optimizer, `ps_<index>_<group>`. It must be
+        there when a server is started again, on any machine. Started again within `timeout_seconds`, the server goes on
+        with the training. Default None: no snapshots.
+      every_seconds: The longest time between two snapshots, if there are pushes. The first push of each `fit` is
+        written at once, before it is answered. Default 60.
+      every_pushes: The most pushes between two snapshots, or None for no limit. Default None.
 
     Raises:
-      ValueError: If a value is out of range, or one is given without a directory, where it would write nothing.
+      ValueError: If a value is out of range, or a time or number is given without a directory.
     """
 
     directory: str | os.PathLike | None = None
@@ -64,14 +64,14 @@ class SnapshotOptions:
 
 @dataclasses.dataclass
 class _History:
-    """What became of a group's snapshots.
+    """The history of a group's snapshots.
 
     Attributes:
-      num_pushes: How many pushes the last complete one has seen.
-      tried: The number of pushes at the last attempt to write one, and when that was.
-      life: `ServedGroup.life` then.
-      num_failures: Attempts that have failed.
-      error: Why the last one has; "" if it has not.
+      num_pushes: The number of pushes in the last complete snapshot.
+      tried: The number of pushes, and the time, at the last attempt to write a snapshot.
+      life: `ServedGroup.life` at that attempt.
+      num_failures: The number of attempts that have failed.
+      error: The error of the last attempt, or "" if it succeeded.
     """
 
     num_pushes: int
@@ -84,15 +84,15 @@ class _History:
 class Snapshots:
     """The snapshots of one server.
 
-    A file is replaced when the next one is complete and on the disk: whenever the server dies, there is a whole one.
-    Where one cannot be written, as on a full disk, training goes on, the last complete one stays, and the next attempt
-    follows when another one is due.
+    A file is replaced when the next one is complete and on the disk. So there is a whole file whenever the server dies.
+    If a snapshot cannot be written, as on a full disk, training goes on and the last complete one stays. The next
+    attempt follows when another snapshot is due.
 
-    A directory that cannot be made, or written to, when the server starts is an error of `read`: nothing is lost yet.
+    If the directory cannot be made, or written to, when the server starts, `read` raises: nothing is lost yet.
 
     Args:
-      options: With a directory, which is made.
-      index: The server's.
+      options: The options. The directory is made if it does not exist.
+      index: The index of the server.
     """
 
     def __init__(self, options: SnapshotOptions, index: int):
@@ -115,23 +115,23 @@ class Snapshots:
         return self._directory / f"ps_{self._index}_{group}"
 
     def read(self, group: str, signature: bytes, packing: Packing) -> ShardState | None:
-        """The state of a group that was written before; None if none was.
+        """Reads the snapshot of a group. Returns None if there is none.
 
         Args:
-          group: Its name.
-          signature: What must be equal, then and now.
+          group: The name of the group.
+          signature: The bytes that must equal those in the snapshot.
           packing: The shard's buckets.
 
         Raises:
-          HopError: If there will be no place to write the next one to.
-          MismatchError: If it is of another model.
+          HopError: If the directory is not usable for the next snapshots.
+          MismatchError: If the snapshot is of another model.
           ProtocolError: If the file is damaged.
-          OSError: If it cannot be read.
+          OSError: If the file cannot be read.
         """
         if self._unusable:
             raise HopError(self._unusable)
         self._signatures[group] = signature
-        # Due with the first push: where one server dies before it has any, the others' are of no use.
+        # The first snapshot is due with the first push. If a server dies without one, the others' are of no use.
         self._histories[group] = _History(0, (0, -math.inf))
         path = self.path(group)
         if not path.exists():
@@ -149,7 +149,10 @@ class Snapshots:
         return state
 
     def _check_others(self, group: str) -> None:
-        """Else a script in which names have changed, as Keras numbers layers, would silently begin anew."""
+        """Raises MismatchError if there are snapshots of variables with other names.
+
+        Otherwise a script with changed names, as when Keras numbers layers differently, would silently begin anew.
+        """
         number, _, _ = group.partition("-")
         others = [p for p in self._directory.glob(f"ps_{self._index}_{number}-*") if p.suffix != _UNFINISHED]
         if others:
@@ -159,15 +162,16 @@ class Snapshots:
             )
 
     def write(self, name: str, group: ServedGroup, *, final: bool = False, waits: bool = False) -> None:
-        """Writes a group's state if its time has come and nobody else writes, or, if `final`, if it has changed.
+        """Writes a group's state, if it has changed and is due.
 
-        Where it cannot be written, that is logged, and `failures` tells.
+        Does nothing while another thread writes, unless `final` or `waits`. A failure is logged and counted in
+        `failures`.
 
         Args:
-          name: The group's.
+          name: The name of the group.
           group: The group.
-          final: Whether to write it before its time.
-          waits: Whether to wait where somebody else writes.
+          final: True to write the state before it is due.
+          waits: True to wait while another thread writes.
         """
         if not self._writing.acquire(blocking=final or waits):
             return
@@ -177,16 +181,16 @@ class Snapshots:
             self._writing.release()
 
     def write_first(self, name: str, group: ServedGroup) -> None:
-        """Writes the first state of a life (see `Progress.life`). Blocks until it is on the disk, whoever writes it.
+        """Writes the first state of a life (see `Progress.life`). Blocks until it is on the disk.
 
-        Called before a push is answered. So whatever a worker was answered is in a snapshot, or comes after one, of the
-        same life.
+        Must be called before a push is answered. So every answered push is in a snapshot of the same life, or comes
+        after such a snapshot.
         """
         if self._histories[name].life != group.life:
             self.write(name, group, waits=True)
 
     def failures(self, name: str) -> tuple[int, str]:
-        """How many snapshots of a group could not be written, and why the last one could not; "" if it could."""
+        """The number of failed snapshots of a group, and the error of the last attempt, or "" if it succeeded."""
         history = self._histories[name]
         return history.num_failures, history.error
 
@@ -232,7 +236,7 @@ class Snapshots:
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
         except OSError:
-            with contextlib.suppress(OSError):  # It takes room that others may need.
+            with contextlib.suppress(OSError):  # The unfinished file takes room that others may need.
                 unfinished.unlink()
             raise
         directory = os.open(self._directory, os.O_RDONLY)
@@ -243,7 +247,7 @@ class Snapshots:
 
 
 def _read_file(path: pathlib.Path) -> np.ndarray:
-    """What `_replace` has written; raises ProtocolError where it is not that: anyone may have changed a file."""
+    """Reads a file that `_replace` has written. Raises ProtocolError if the file was changed or is of another kind."""
     magic, checksum, data = np.split(np.fromfile(path, np.uint8), [len(_MAGIC), len(_MAGIC) + 4])
     if magic.tobytes() != _MAGIC:
         raise ProtocolError(f"{path} is damaged, or no snapshot of a parameter server. {_BEGIN_ANEW}")

@@ -1,4 +1,4 @@
-"""`ShardState`: all that a server keeps of an exchange group, on its way to a worker or to a file."""
+"""`ShardState`: a server's whole state of an exchange group, for a worker or a file."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _OF_ALL = -1
 
 @dataclasses.dataclass(frozen=True)
 class ShardState:
-    """What a server keeps of an exchange group.
+    """The state of an exchange group at a server.
 
     Attributes:
-      buckets: The shard's buckets: the model's, and, in those that are exact, means of what is carried.
-      slots: What the optimizer remembers; see `hop_tf.keras_hook.optimizers.slots_of`, with indices of pieces.
-      num_pushes: Pushes that were applied.
-      num_steps: The most that one worker has sent.
+      buckets: The shard's buckets: the model and, in exact ones, the means of the non-trainable state.
+      slots: The optimizer's slots. See `hop_tf.keras_hook.optimizers.slots_of`, with indices of pieces.
+      num_pushes: The number of pushes that were applied.
+      num_steps: The most pushes that one worker has made.
       iterations: The optimizer's count of updates.
-      progress: Which pushes it has seen.
+      progress: The pushes that the state contains.
     """
 
     buckets: Sequence[np.ndarray]
@@ -40,7 +40,7 @@ class ShardState:
     progress: Progress = dataclasses.field(default_factory=Progress)
 
     def to_parts(self) -> list[np.ndarray]:
-        """The parts of a payload or file."""
+        """Returns the parts of a payload or file."""
         slots = [
             Slot(name=name, piece=_OF_ALL if piece is None else piece, dtype=array.dtype.name, shape=array.shape)
             for (name, piece), array in self.slots.items()
@@ -56,14 +56,14 @@ class ShardState:
 
     @classmethod
     def from_parts(cls, parts: Sequence[np.ndarray], packing: Packing) -> ShardState:
-        """What `to_parts` has described.
+        """Returns the state of parts from `to_parts`.
 
         Args:
-          parts: The parts' bytes. The arrays share their memory.
-          packing: The shard's.
+          parts: The bytes of the parts. The state's arrays share their memory.
+          packing: The packing of the shard.
 
         Raises:
-          ProtocolError: If it is no state of such a shard.
+          ProtocolError: If the parts are not a state of such a shard.
         """
         try:
             state = State.FromString(parts[0].tobytes())
@@ -92,12 +92,12 @@ class ShardState:
 
 
 def weakly(arrays: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray] | None]:
-    """What gives `arrays` back for as long as somebody, such as a message under way, holds their memory; then None.
+    """Returns a function that returns `arrays` while an owner, such as a message, holds their memory, and then None.
 
     Args:
-      arrays: None of them is a part of another one.
+      arrays: The arrays. None of them is a part of another one.
     """
-    # Views refer to the array that has the memory, and not to what they are views of.
+    # A view refers to the array that owns the memory, even if it is a view of a view.
     owners = [array.base if isinstance(array.base, np.ndarray) else array for array in arrays]
     references = [(weakref.ref(owner), array.dtype) for owner, array in zip(owners, arrays, strict=True)]
 

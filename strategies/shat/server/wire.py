@@ -1,4 +1,4 @@
-"""How a codec becomes text and comes back."""
+"""Conversion of codecs to JSON and back."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hop_tf.errors import ProtocolError
 
 
 def codec_to_json(codec: codecs.Codec) -> str:
-    """Describes a codec, whose settings JSON can hold."""
+    """Describes a codec in JSON. Its settings must be values that JSON can hold."""
     return json.dumps({"name": codec.name, "settings": dataclasses.asdict(codec)})
 
 
 def codec_from_json(text: str) -> codecs.Codec:
-    """The codec that `codec_to_json` has described.
+    """Returns the codec that `codec_to_json` has described.
 
     Raises:
       ProtocolError: If there is no such codec here.

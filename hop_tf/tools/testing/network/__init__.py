@@ -6,24 +6,24 @@
             connection = socket.create_connection((net.addresses[2], 5000))
         net.stall(2, 3.0)
 
-Every host is a network namespace with one link to a switch. A link has a rate in each direction, a pair of hosts has a
-delay in each direction. Who carries the packets:
+Every host is a network namespace with one link to a switch. A link has a rate in each direction, and a pair of hosts
+has a delay in each direction. The carrier of the packets depends on delays:
 
 - Without delays, the kernel: a pair of virtual Ethernet devices for each host, a bridge, and `tbf` for the rates.
 - With delays, a relay: a process that reads packets from a TUN device of each host, keeps them as long as the network
-  would, and writes them to the device of the host they are for. Segments of a TCP stream come in bundles of up to
-  64 KiB, as they do to a network card. So it needs no `netem`, which many kernels lack, and links can fail as well. It
-  has one core: enough for a few Gbit/s of TCP, or for some 50,000 small packets per second.
+  would, and writes them to the device of the target host. Segments of a TCP stream come in bundles of up to 64 KiB, as
+  they do to a network card. The relay needs no `netem`, which many kernels lack, and links can also fail. It uses one
+  core: enough for a few Gbit/s of TCP, or for some 50,000 small packets per second.
 
-In both, a link is a token bucket behind a queue that drops what does not fit. A rate counts Ethernet frames of up to
-1514 bytes: a TCP stream gets 95.6% of it. TCP is the machine's own, with its congestion control and its limits.
+In both cases, a link is a token bucket behind a queue that drops packets when it is full. A rate counts Ethernet frames
+of up to 1514 bytes: a TCP stream gets 95.6% of it. TCP is the machine's own, with its congestion control and limits.
 
 Nothing is visible outside. The namespaces have no names and last as long as the one process that holds them. That
-process ends with the one that made the network, however that ends, and takes along every process inside of them.
+process ends with the process that made the network, even if that is killed, and kills every process inside of them.
 
-Requires root. Without it, `Proxy` is a network of sorts for TCP; `emulate` takes what there is.
+The network requires root. Without root, `Proxy` is a substitute for TCP. `emulate` takes the one that is available.
 
-`python benchmarks/benchmark_network.py` measures some networks beside what was asked for.
+`python benchmarks/benchmark_network.py` compares measurements of some networks with their settings.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ __all__ = [
 def emulate(
     num_hosts: int, *, max_socket_bytes: int | None = None, relay: bool | None = None, **links
 ) -> EmulatedNetwork | Proxy:
-    """Returns an `EmulatedNetwork`, or a `Proxy` where there can be none, which is logged. Not started yet.
+    """Returns an `EmulatedNetwork` or, if this machine cannot have one, a `Proxy`, which is logged. Not started yet.
 
     Args:
       num_hosts: Number of hosts.
-      max_socket_bytes: As `EmulatedNetwork` takes it. No matter to a proxy.
-      relay: As `EmulatedNetwork` takes it. No matter to a proxy.
+      max_socket_bytes: As `EmulatedNetwork` takes it. A proxy ignores it.
+      relay: As `EmulatedNetwork` takes it. A proxy ignores it.
       **links: As `Links` takes them.
     """
     reason = available()

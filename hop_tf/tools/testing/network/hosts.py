@@ -1,4 +1,4 @@
-"""`Hosts`: what a network and its replacement have in common."""
+"""`Hosts`: the common base of a network and its substitute."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .links import Links
 
 
 class Hosts:
-    """What a network and its replacement have in common: hosts, their processes, and links that fail.
+    """The common base of a network and its substitute: hosts, their processes, and links that fail.
 
-    A context manager: entering starts it, leaving closes it. May be used from any thread.
+    A context manager: entering starts the network, leaving closes it. May be used from any thread.
     """
 
     addresses: tuple[str, ...]
@@ -25,11 +25,11 @@ class Hosts:
 
     @property
     def num_hosts(self) -> int:
-        """Number of hosts."""
+        """The number of hosts."""
         return self.links.num_hosts
 
     def address(self, of: int, seen_from: int, port: int) -> str:
-        """Where host `seen_from` reaches what listens at a port of host `of`, as "host:port"."""
+        """The "host:port" at which host `seen_from` reaches a port of host `of`."""
         self._check_hosts(of, seen_from)
         return f"{self.addresses[of]}:{port}"
 
@@ -39,7 +39,7 @@ class Hosts:
         return list(argv)
 
     def popen(self, host: int, argv: Sequence[str], **kwargs) -> subprocess.Popen:
-        """Starts a program inside of a host, killed at the latest when the network is closed.
+        """Starts a program inside of a host. It is killed when the network is closed, if it still runs.
 
         Args:
           host: The host.
@@ -54,22 +54,22 @@ class Hosts:
     def inside(self, host: int) -> Iterator[None]:
         """Moves the calling thread into a host for a while.
 
-        A socket that it creates there, and a process that it starts, belong to that host for good. Other threads, also
-        those that a library starts later on its own, do not.
+        A socket that the thread creates there, and a process that it starts, belong to that host for good. Other
+        threads do not, even if a library starts them later.
         """
         self._check_hosts(host)
         yield
 
     def stall(self, host: int, seconds: float, other: int | None = None, *, direction: str = "both") -> None:
-        """Holds everything back that is on the way from or to a host, for that long from now.
+        """Holds back all packets from or to a host, for some time from now.
 
-        What fits into the queue arrives afterwards, in order.
+        Packets that fit into the queue arrive afterwards, in order.
 
         Args:
           host: The host.
-          seconds: How long.
-          other: Only what is on the way from or to this one.
-          direction: "from" for what comes from the host only, "to" for what is on the way to it. Default "both".
+          seconds: The time.
+          other: Another host, to hold back only packets between the two. Default: all hosts.
+          direction: "from" for only packets from the host, "to" for only packets to the host. Default "both".
 
         Raises:
           ValueError: If a host or a direction does not exist or `seconds` is negative.
@@ -80,7 +80,7 @@ class Hosts:
         self._order("stall", host, other, direction, seconds)
 
     def cut(self, host: int, other: int | None = None, *, direction: str = "both") -> None:
-        """Drops everything that is on the way from or to a host (or between two), until `restore`. See `stall`."""
+        """Drops all packets from or to a host (or between two hosts) until `restore`. See `stall`."""
         self._order("cut", host, other, direction)
 
     def restore(self, host: int, other: int | None = None, *, direction: str = "both") -> None:

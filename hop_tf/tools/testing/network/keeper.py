@@ -19,9 +19,9 @@ CLOSE_SECONDS = 10.0
 
 
 def keep() -> None:
-    """Makes a network, holds it until the owner is gone, and takes along whatever runs inside of it.
+    """Makes a network, and holds it until the owner is gone. Then kills all processes inside of it.
 
-    Runs as a program of its own. The namespaces have no names: they are there as long as this process has them open.
+    Runs as a program of its own. The namespaces have no names: they exist as long as this process has them open.
     """
     owner = os.getppid()
     plan = orders.receive()
@@ -44,7 +44,7 @@ def keep() -> None:
 
 
 def _go_first() -> None:
-    """Lets this process run whenever it has something to do, however busy the hosts keep the machine."""
+    """Gives this process priority, so that it runs at once even if the hosts keep the machine busy."""
     try:
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
     except OSError:
@@ -70,7 +70,7 @@ def _make_namespaces(plan: dict, links: Links) -> tuple[list[int], list[int]]:
 
 
 def _kernel_can(links: Links) -> bool:
-    """Whether the kernel has what `_make_bridged` takes: tried out where it leaves no trace."""
+    """True if the kernel supports `_make_bridged`. Tries it in a namespace that leaves no trace."""
     os.close(new_namespace())
     try:
         ip("link add switch type bridge", "link add port0 type veth peer name eth0")
@@ -81,7 +81,7 @@ def _kernel_can(links: Links) -> bool:
 
 
 def _make_bridged(addresses: Sequence[Sequence[str]], links: Links) -> list[int]:
-    """Makes a namespace for each host, and one for the bridges between them, by interface; returns the hosts'."""
+    """Makes a namespace for each host, and one for the bridges, one bridge per interface. Returns the hosts'."""
     switches = new_namespace()
     for level in range(len(addresses[0])):
         ip(f"link add switch{level} type bridge", f"link set switch{level} up")
@@ -134,7 +134,7 @@ def _set_socket_bytes(max_socket_bytes: int | None) -> None:
 
 
 def _kill_inside(namespaces: Iterable[int], spared: set[int]) -> None:
-    """Kills processes until none is left whose network namespace is one of these."""
+    """Kills processes until none is left in these network namespaces."""
     inside = {(os.fstat(namespace).st_dev, os.fstat(namespace).st_ino) for namespace in namespaces}
     deadline = time.monotonic() + CLOSE_SECONDS / 2
     while _kill_once(inside, spared) and time.monotonic() < deadline:
@@ -144,7 +144,7 @@ def _kill_inside(namespaces: Iterable[int], spared: set[int]) -> None:
 def _kill_once(inside: set[tuple[int, int]], spared: set[int]) -> int:
     num_killed = 0
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
-        # It may end at any moment; held by a descriptor, its id cannot come to be another's.
+        # The process may end at any moment. While a descriptor holds it, no other process gets its id.
         with contextlib.suppress(OSError), open(os.pidfd_open(pid)) as process:
             namespace = os.stat(f"/proc/{pid}/ns/net")
             if (namespace.st_dev, namespace.st_ino) in inside and pid not in spared:

@@ -1,4 +1,4 @@
-"""`Links`: what the links of an emulated network are like."""
+"""`Links`: the properties of the links of an emulated network."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ TCP_SHARE = (FRAME_BYTES - ETHERNET_HEADER_BYTES - TCP_HEADERS_BYTES) / FRAME_BY
 MAX_BUNDLE_BYTES = 65536
 _MIN_QUEUE_BYTES = 65536
 _MAX_QUEUE_BYTES = 64 << 20
-# A link may send that long at full speed after it was idle, and a queue that is sized by itself lasts that much longer
-# than a round trip.
+# The time for which a link may send at full speed after it was idle.
 BURST_SECONDS = 0.001
+# The time by which a queue of the default size lasts longer than a round trip.
 _SPARE_QUEUE_SECONDS = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What the links of a network are like.
+    """The properties of the links of a network.
 
     Attributes:
-      num_hosts: 1 to 250.
-      bandwidth_bits_per_second: Rate of each host's link, in each direction. One for all or one for each host; infinite
-        for as fast as the machine is.
-      round_trip_seconds: Delay there and back between any two hosts, half of it each way.
-      one_way_seconds: Instead of that, a matrix: `one_way_seconds[a][b]` is the delay from host a to host b.
-      jitter_seconds: Every packet is delayed further, by up to that long (uniformly).
-      reorder: Whether jitter lets a packet overtake another. By default it waits for those before it.
-      queue_bytes: How much waits in front of a link, or in a stalled one, before packets are dropped. None: what a link
-        sends within the host's longest round trip and 10 ms, at least 64 KiB, at most 64 MiB.
+      num_hosts: The number of hosts, 1 to 250.
+      bandwidth_bits_per_second: The rate of each host's link, in each direction. One for all or one for each host;
+        infinite for the speed of the machine.
+      round_trip_seconds: The delay there and back between any two hosts, half of it each way.
+      one_way_seconds: Instead of `round_trip_seconds`, a matrix: `one_way_seconds[a][b]` is the delay from host a to b.
+      jitter_seconds: The largest further delay of a packet. Each packet's is drawn uniformly.
+      reorder: True if jitter lets a packet overtake another. By default a packet waits for earlier ones.
+      queue_bytes: The bytes that wait in front of a link, or in a stalled one, before packets are dropped. None: the
+        bytes of the link's rate in the host's longest round trip and 10 ms, at least 64 KiB, at most 64 MiB.
 
     Raises:
       ValueError: If a value is out of range, or both `round_trip_seconds` and `one_way_seconds` are given.
@@ -63,24 +63,24 @@ class Links:
 
     @functools.cached_property
     def rates(self) -> list[float]:
-        """Bits per second of each host's link."""
+        """The rate of each host's link, in bits per second."""
         bandwidth = self.bandwidth_bits_per_second
         return [*map(float, bandwidth)] if isinstance(bandwidth, Iterable) else [float(bandwidth)] * self.num_hosts
 
     @functools.cached_property
     def delays(self) -> list[list[float]]:
-        """Seconds from host a (row) to host b (column)."""
+        """The delay from host a (row) to host b (column), in seconds."""
         if self.one_way_seconds is not None:
             return [[*map(float, row)] for row in self.one_way_seconds]
         return [[self.round_trip_seconds / 2] * self.num_hosts for _ in range(self.num_hosts)]
 
     @property
     def delayed(self) -> bool:
-        """Whether any packet takes longer than the link's rate requires."""
+        """True if links have delays or jitter."""
         return self.jitter_seconds > 0 or any(map(any, self.delays))
 
     def queue_limit(self, host: int) -> int:
-        """Bytes that wait in front of a host's link, in either direction."""
+        """The most bytes that wait in front of a host's link, in either direction."""
         if self.queue_bytes is not None:
             return self.queue_bytes
         others = [other for other in range(self.num_hosts) if other != host]
@@ -89,15 +89,15 @@ class Links:
         return round(min(max(size, _MIN_QUEUE_BYTES), _MAX_QUEUE_BYTES))
 
     def bundle_limit(self, host: int) -> int:
-        """Largest number of bytes that TCP hands to a host's link at once."""
+        """The most bytes that TCP hands to a host's link at once."""
         burst = self.rates[host] / 8 * BURST_SECONDS
         return int(min(max(burst, 2 * FRAME_BYTES), MAX_BUNDLE_BYTES))
 
     def bucket_bytes(self, host: int) -> int:
-        """What a host's link may send at full speed after it was idle: a bundle at least, and one frame more.
+        """The bytes that a host's link may send at full speed after it was idle: at least a bundle, and one frame more.
 
-        A bundle counts with the headers that its frames would have. The kernel cuts one that is larger than this into
-        frames, each of which costs as much processor time as a bundle does.
+        A bundle counts with the headers that its frames would have. The kernel cuts a larger bundle into frames, and
+        each frame costs as much processor time as a bundle.
         """
         bundle = math.ceil(self.bundle_limit(host) / TCP_SHARE)
         return max(bundle, int(self.rates[host] / 8 * BURST_SECONDS)) + FRAME_BYTES
@@ -119,9 +119,9 @@ def ring_delays(num_hosts: int, one_way_seconds: float) -> list[list[float]]:
     return [[one_way_seconds * min((b - a) % num_hosts, (a - b) % num_hosts) for b in hosts] for a in hosts]
 
 
-# The sites of a training across three continents, in the order of their ring. The paper prints the largest round trip,
-# 277 ms, and the ring's sum, 479 ms, and shows the rest in a picture only: those here are about as long as between such
-# places, and give that sum. That the largest is the one between Tokyo and London is taken from section 4.4, too.
+# The sites of a training across three continents, in the order of their ring. The paper prints only the largest round
+# trip, 277 ms, and the ring's sum, 479 ms, and shows the others in a picture. The other values here are typical for
+# such distances, and give that sum. The largest round trip is between Tokyo and London, by section 4.4.
 #   Distributed Training across the World. 2019. Section 4.4, Figure 2.
 SITES = ("Tokyo", "Oregon", "London", "Ohio")
 _SITE_ROUND_TRIPS = {
@@ -135,6 +135,6 @@ _SITE_ROUND_TRIPS = {
 
 
 def site_delays() -> list[list[float]]:
-    """Delays between the `SITES`, half of a round trip each way: `one_way_seconds` for hosts in their order."""
+    """Delays between the `SITES`, half of a round trip each way: `one_way_seconds` for hosts in the order of sites."""
     round_trips = {frozenset(pair): seconds for pair, seconds in _SITE_ROUND_TRIPS.items()}
     return [[round_trips.get(frozenset((a, b)), 0.0) / 2 for b in SITES] for a in SITES]

@@ -1,4 +1,4 @@
-"""What a network really does to a TCP connection."""
+"""Measures the round trips and the rate of a TCP connection in a network."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def measure_round_trips(near: socket.socket, far: socket.socket, count: int) -> 
 
 
 def measure_rate(near: socket.socket, far: socket.socket, seconds: float) -> float:
-    """Returns the bits per second that a connection carries in the second half of that time. Breaks it off then."""
+    """Returns the rate of a connection in the second half of `seconds`, in bits per second. Then shuts it down."""
     now, num_bytes = time.perf_counter(), 0
     middle, end = now + seconds / 2, now + seconds
 

@@ -17,32 +17,33 @@ from .links import Links
 from .namespaces import available, enter, path_of
 from .relay import RelayStatistics
 
-# What the keeper runs.
+# The program of the keeper.
 _KEEP = "import sys; sys.path.insert(0, sys.argv[1]); import network.keeper; network.keeper.keep()"
 
 
 class EmulatedNetwork(Hosts):
     """Hosts that are network namespaces, with links between them.
 
-    A context manager: entering makes it, leaving removes it and kills what still runs inside of it.
+    A context manager: entering makes the network, leaving removes it and kills the processes inside of it.
 
     Args:
       num_hosts: Number of hosts.
-      max_socket_bytes: How far the buffers of a TCP connection may grow; the machine's default by default, often 4 to 6
-        MiB. One connection has at most that much on the way: it needs twice the rate times the round trip.
-      relay: Whether a relay carries the packets; by default only where links have delays. Failures need it. Where the
-        kernel lacks what it takes without, there is a relay in any case, or none where hosts have several interfaces.
-      num_interfaces: How many links each host has, to as many switches; each has the host's rate. Only without a relay.
+      max_socket_bytes: The size to which the buffers of a TCP connection may grow. Default: the machine's default,
+        often 4 to 6 MiB. A connection has at most this much in flight: it needs twice the rate times the round trip.
+      relay: True if a relay carries the packets. Default: only if links have delays. Failures need a relay. If the
+        kernel cannot carry the packets, there is a relay in any case, but not if hosts have several interfaces.
+      num_interfaces: The number of links of each host, to as many switches. Each has the host's rate. Only without a
+        relay.
       **links: As `Links` takes them.
 
     Attributes:
-      addresses: IPv4 address of each host, of its first interface; there is no other protocol.
-      interfaces: For each host, the addresses of its interfaces.
+      addresses: The IPv4 address of each host's first interface. There is no other protocol.
+      interfaces: The addresses of each host's interfaces.
 
     Raises:
-      ValueError: If a value is out of range, or if the links have delays and `relay` is False, or `num_interfaces` is
-        not 1.
-      RuntimeError: On entering, if this machine cannot do it. Nothing is left behind.
+      ValueError: If a value is out of range, if the links have delays and `relay` is False, or if a relay carries the
+        packets and `num_interfaces` is not 1.
+      RuntimeError: On entering, if this machine cannot have the network. Nothing is left behind.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class EmulatedNetwork(Hosts):
 
     @property
     def relayed(self) -> bool:
-        """Whether a relay carries the packets, not the kernel alone."""
+        """True if a relay carries the packets. Otherwise the kernel does."""
         return self._has_relay
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
@@ -95,10 +96,10 @@ class EmulatedNetwork(Hosts):
                 enter(home.fileno())
 
     def statistics(self) -> RelayStatistics:
-        """Returns what the relay has done so far.
+        """Returns the relay's statistics so far.
 
         Raises:
-          RuntimeError: If the network has none.
+          RuntimeError: If the network has no relay.
         """
         return RelayStatistics(**self._ask_relay({"order": "statistics"}))
 
@@ -106,7 +107,7 @@ class EmulatedNetwork(Hosts):
         reason = available()
         if reason is not None:
             raise RuntimeError(f"There can be no network here: {reason}.")
-        # A session of its own: Ctrl-C reaches this process, which then ends the keeper in an orderly manner.
+        # The keeper has a session of its own: Ctrl-C reaches only this process, which then ends the keeper properly.
         argv = [sys.executable, "-P", "-c", _KEEP, str(pathlib.Path(__file__).resolve().parents[1])]
         pipe = subprocess.PIPE
         self._keeper = subprocess.Popen(argv, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
@@ -121,7 +122,7 @@ class EmulatedNetwork(Hosts):
         keeper, self._keeper, self._namespaces = self._keeper, None, []
         if keeper is None:
             return
-        # A process that was forked from this one may hold the pipe open: its end alone might not be noticed.
+        # An order, because a process that was forked from this one may hold the pipe open.
         with contextlib.suppress(OSError), keeper.stdin:
             keeper.stdin.write(json.dumps({"order": "close"}).encode() + b"\n")
         try:
@@ -146,7 +147,7 @@ class EmulatedNetwork(Hosts):
         return self._ask(order)
 
     def _ask(self, order: dict) -> dict:
-        """Has the keeper obey. Blocks until it has."""
+        """Sends an order to the keeper, and returns its answer. Blocks until that comes."""
         with self._lock:
             if self._keeper is None:
                 raise RuntimeError("The network is closed.")

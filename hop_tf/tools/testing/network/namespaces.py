@@ -21,11 +21,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def available() -> str | None:
-    """Returns why there can be no `EmulatedNetwork` here, or None where it can."""
+    """Returns the reason that this machine cannot have an `EmulatedNetwork`, or None if it can."""
     for program, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("unshare", "util-linux")):
         if shutil.which(program, path=_SYSTEM_PATH) is None:
             return f"the command {program} is missing (package {package})"
-    # Into a new namespace, back, which not every sandbox permits, and into another, to make a device.
+    # Enters a new namespace, returns, which not every sandbox permits, and makes a device in another one.
     unshare, back = [path_of("unshare"), "--net"], [path_of("nsenter"), f"--net=/proc/{os.getpid()}/ns/net"]
     trial = [*unshare, *back, *unshare, path_of("ip"), "tuntap", "add", "dev", "tun0", "mode", "tun"]
     result = subprocess.run(trial, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -36,7 +36,7 @@ def available() -> str | None:
 
 
 def new_namespace() -> int:
-    """Moves this process into a new network namespace, and returns what keeps that open."""
+    """Moves this process into a new network namespace, and returns a descriptor that keeps the namespace open."""
     if _libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"no new network namespace: {os.strerror(ctypes.get_errno())}")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -49,7 +49,7 @@ def enter(namespace: int) -> None:
 
 
 def make_device(name: str) -> int:
-    """Makes a TUN device in this process's namespace that hands out and takes bundles of segments."""
+    """Makes a TUN device in this process's namespace that gives and takes bundles of segments."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)
@@ -57,7 +57,7 @@ def make_device(name: str) -> int:
 
 
 def path_of(program: str) -> str:
-    """Where a program is, in the folders of the system, too."""
+    """The path of a program, also in the system's folders, or its name if it is not found."""
     return shutil.which(program, path=_SYSTEM_PATH) or program
 
 
@@ -67,10 +67,10 @@ def ip(*lines: str) -> None:
 
 
 def execute(argv: Sequence[str], text: str = "") -> None:
-    """Runs a program with that input.
+    """Runs a program with `text` as its input.
 
     Raises:
-      RuntimeError: If it cannot be run, or fails.
+      RuntimeError: If the program cannot be run, or fails.
     """
     try:
         result = subprocess.run([path_of(argv[0]), *argv[1:]], input=text, capture_output=True, text=True)

@@ -12,7 +12,7 @@ def send(value: dict) -> None:
 
 
 def receive() -> dict | None:
-    """Receives the next order; None if the owner is gone."""
+    """Receives the next order. Returns None if the owner is gone."""
     with open(0, "rb", buffering=0, closefd=False) as orders:
         line = orders.readline()
     return json.loads(line) if line.endswith(b"\n") else None

@@ -1,4 +1,4 @@
-"""How long things take through an emulated network: what its relay and its proxies have in common."""
+"""Times and failures of an emulated network, common to its relay and its proxies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TokenBucket:
         self._last = 0.0
 
     def pass_time(self, now: float, num_bytes: int) -> float | None:
-        """Returns when that many bytes that come now have passed; None, and nothing changes, if the queue is full."""
+        """Passes bytes that come now. Returns the time at which they have passed, or None if the queue is full."""
         passed = max(now, self._last + num_bytes * self._seconds_per_byte)
         if passed - now > self._queue_seconds:
             return None
@@ -38,7 +38,7 @@ class Path:
         self.target = target
         self.cut = False
         self.stalled_until = 0.0
-        self.held: collections.deque[tuple[bytes, int]] = collections.deque()  # packets and their sizes
+        self.held: collections.deque[tuple[bytes, int]] = collections.deque()  # Packets and their sizes.
         self.held_bytes = 0
         self._delay = links.delays[source][target]
         self._jitter = links.jitter_seconds
@@ -47,7 +47,7 @@ class Path:
         self._last_arrival = 0.0
 
     def arrival(self, sent: float) -> float:
-        """Returns when something arrives that was sent at that time."""
+        """Returns the arrival time of a packet that was sent at the time `sent`."""
         if not self._jitter:
             return sent + self._delay
         arrival = sent + self._delay + self._generator.uniform(0, self._jitter)
@@ -64,6 +64,6 @@ class Path:
 
 
 def make_paths(links: Links) -> list[list[Path]]:
-    """The path from each host (row) to each host (column)."""
+    """Makes the path from each host (row) to each host (column)."""
     generator, hosts = random.Random(0), range(links.num_hosts)
     return [[Path(links, source, target, generator) for target in hosts] for source in hosts]

@@ -1,4 +1,4 @@
-"""`Proxy`: what comes closest to an emulated network without root."""
+"""`Proxy`: a substitute for an emulated network, without root."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from .hosts import Hosts
 from .links import MAX_BUNDLE_BYTES, Links
 from .paths import TokenBucket, make_paths
 
-# A proxy takes bytes that long before their time, so that it loses no time where it wakes up late.
+# A proxy takes bytes this long before their time, so that it loses no time if it wakes up late.
 _AHEAD_SECONDS = 0.01
 START_SECONDS = 30.0
 
 
 class Proxy(Hosts):
-    """What comes closest to an `EmulatedNetwork` without root: TCP proxies on the loopback interface.
+    """A substitute for an `EmulatedNetwork` without root: TCP proxies on the loopback interface.
 
-    Every host is this machine. A program listens at a port of its own at 127.0.0.1, and others must connect to what
-    `address` returns, which differs for each pair: the proxy cannot tell otherwise where a connection comes from.
+    Every host is this machine. A program listens at its own port at 127.0.0.1. Others must connect to the result of
+    `address`, which differs for each pair. The proxy needs this to know the host of a connection.
 
     It differs from a network:
 
-    - Only bytes are delayed. To connect, and to be refused, takes no time: a refused connection is closed instead.
+    - Only bytes are delayed. Connecting takes no time. A connection that should be refused is accepted and closed.
     - Nothing is lost: a full queue stops its sender. So TCP's congestion control plays no part, `cut` is a stall
       without an end, and `reorder` has no effect.
-    - What does not go through a proxy's address is neither delayed nor limited.
-    - It runs in a thread of this process: delays are a millisecond or so longer, more where the process is busy.
-    - Only processes that `popen` started are killed when it is closed.
+    - Connections to other addresses than a proxy's are neither delayed nor limited.
+    - It runs in a thread of this process: delays are a millisecond or so longer, and more if the process is busy.
+    - Closing kills only processes that `popen` has started.
 
     Args:
       num_hosts: Number of hosts.
@@ -56,7 +56,7 @@ class Proxy(Hosts):
         self._thread: threading.Thread | None = None
 
     def address(self, of: int, seen_from: int, port: int) -> str:
-        """Where host `seen_from` reaches what listens, now or later, at 127.0.0.1:`port` on behalf of host `of`."""
+        """The "host:port" at which host `seen_from` reaches 127.0.0.1:`port`, at which host `of` listens or will."""
         self._check_hosts(of, seen_from)
         if self._loop is None:
             raise RuntimeError("The proxies are there only between entering and leaving their `with` statement.")
@@ -84,7 +84,7 @@ class Proxy(Hosts):
             self._paths[sender][receiver].fail(kind, now + seconds)
 
     async def _serve(self, started: threading.Event) -> None:
-        """Runs until it is told to stop; then `asyncio.run` cancels every connection."""
+        """Runs until `_stop`. Then `asyncio.run` cancels every connection."""
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         async with contextlib.AsyncExitStack() as self._servers:
             started.set()
@@ -105,7 +105,7 @@ class Proxy(Hosts):
                         self._carry(tasks, reader, far_writer, seen_from, of)
                         self._carry(tasks, far_reader, writer, of, seen_from)
         except* (OSError, asyncio.CancelledError):
-            pass  # the connection broke, nobody listens there, or the network is closed
+            pass  # The connection broke, no program listens there, or the network is closed.
 
     def _carry(self, tasks: asyncio.TaskGroup, reader, writer, source: int, target: int) -> None:
         """Carries one direction of a connection."""
@@ -114,7 +114,7 @@ class Proxy(Hosts):
         tasks.create_task(self._deliver(pieces, writer, source, target))
 
     async def _take(self, reader, pieces: asyncio.Queue, source: int, target: int) -> None:
-        """Takes what a host sends, at the rate of its link. Its end is an empty piece."""
+        """Takes the bytes that a host sends, at the rate of its link. An empty piece marks the end."""
         path, uplink, piece = self._paths[source][target], self._uplinks[source], None
         while piece != b"":
             piece = await reader.read(self.links.bundle_limit(source))
@@ -138,7 +138,7 @@ class Proxy(Hosts):
 
 @contextlib.contextmanager
 def _closing(writer: asyncio.StreamWriter) -> Iterator[None]:
-    """Closes a connection once everything is written, or at once if something went wrong."""
+    """Closes a connection after everything is written, or at once after an error."""
     try:
         yield
     except BaseException:

@@ -18,21 +18,21 @@ from .paths import Path, TokenBucket, make_paths
 
 _BATCH_PACKETS = 64
 
-# What the kernel puts in front of a packet (struct virtio_net_hdr): flags, kind of bundle, length of the headers,
-# bytes of each segment, and which checksum is still to be filled in.
+# The kernel's header in front of a packet (struct virtio_net_hdr): flags, kind of bundle, length of the headers, bytes
+# of each segment, and two fields for the checksum that is still to be filled in.
 BUNDLE_HEADER = struct.Struct("=BBHHHH")
 
 
 @dataclasses.dataclass(frozen=True)
 class RelayStatistics:
-    """What a relay has done so far.
+    """The statistics of a relay so far.
 
     Attributes:
-      num_packets: Packets that it delivered; a bundle counts as one.
-      num_dropped: Packets that found a queue full.
-      max_late_seconds: Longest time by which it delivered a packet later than the network would have. More than a few
-        milliseconds mean that the machine was too busy for what was asked.
-      processor_seconds: Processor time that it took.
+      num_packets: The number of packets that it delivered. A bundle counts as one.
+      num_dropped: The number of packets that found a queue full.
+      max_late_seconds: The longest time by which it delivered a packet later than the network would have. More than a
+        few milliseconds mean that the machine was too busy for the settings.
+      processor_seconds: The processor time that it took.
     """
 
     num_packets: int
@@ -48,7 +48,7 @@ class Relay:
 
     Args:
       links: The links.
-      devices: The hosts' TUN devices; none where the kernel carries the packets.
+      devices: The hosts' TUN devices. Empty if the kernel carries the packets.
     """
 
     def __init__(self, links: Links, devices: Sequence[int]):
@@ -58,7 +58,7 @@ class Relay:
         self._uplinks = [TokenBucket(*each) for each in zip(links.rates, self._queue_limits, strict=True)]
         self._downlinks = [TokenBucket(*each) for each in zip(links.rates, self._queue_limits, strict=True)]
         self._paths = make_paths(links)
-        # Time, a number that orders what is due at the same time, what to do, and with what.
+        # Time, a number that orders events of the same time, a function, and its arguments.
         self._events: list[tuple[float, int, Callable, tuple]] = []
         self._num_events = 0
         self._num_packets = 0
@@ -80,7 +80,7 @@ class Relay:
             self._do_what_is_due()
 
     def _obey(self, order: dict | None) -> bool:
-        """Obeys an order. False if it was the last one."""
+        """Obeys an order. Returns False if the order was the last one."""
         if order is None or order["order"] == "close":
             return False
         if order["order"] == "statistics":
@@ -113,7 +113,7 @@ class Relay:
             action(due, *arguments)
 
     def _take(self, device: int) -> None:
-        """Takes what a host has sent."""
+        """Takes the packets that a host has sent."""
         source = self._devices[device]
         with contextlib.suppress(BlockingIOError):
             for _ in range(_BATCH_PACKETS):
@@ -123,7 +123,7 @@ class Relay:
                     self._send_up(source, path, packet)
 
     def _find_path(self, source: int, packet: bytes) -> Path | None:
-        """Finds the way by the last byte of the IPv4 address; none for what is for nobody, as multicast is."""
+        """Finds the path by the last byte of the IPv4 address. Returns None for other addresses, such as multicast."""
         header = BUNDLE_HEADER.size
         if packet[header] >> 4 != 4 or packet[header + 16 : header + 19] != b"\x0a\x00\x00":
             return None
@@ -139,7 +139,7 @@ class Relay:
             self._schedule(path.arrival(sent), self._arrive, path, packet, size)
 
     def _arrive(self, now: float, path: Path, packet: bytes, size: int) -> None:
-        """A packet comes to the link of the host that it is for."""
+        """Handles the arrival of a packet at the target host's link."""
         if path.cut:
             return
         if path.stalled_until > now:
@@ -158,7 +158,7 @@ class Relay:
             path.held_bytes += size
 
     def _release(self, now: float, path: Path) -> None:
-        """Lets go what a stall has held, unless it goes on."""
+        """Lets the packets go that a stall has held, unless the stall goes on."""
         if path.stalled_until <= now:
             held, path.held, path.held_bytes = path.held, collections.deque(), 0
             for packet, size in held:
@@ -169,13 +169,13 @@ class Relay:
             return
         self._max_late_seconds = max(self._max_late_seconds, time.monotonic() - due)
         self._num_packets += 1
-        # The host's device may be full or, when the host is being removed, down: then a packet is lost, as anywhere.
+        # The host's device may be full or, when the host is being removed, down. Then the packet is lost.
         with contextlib.suppress(OSError):
             os.write(self._outputs[path.target], packet)
 
 
 def num_wire_bytes(packet: bytes) -> int:
-    """Returns the bytes of the Ethernet frames that a packet, or a bundle of segments, is sent in."""
+    """Returns the bytes of the Ethernet frames that carry a packet, or a bundle of segments."""
     _, kind, _, segment, _, _ = BUNDLE_HEADER.unpack_from(packet)
     size = len(packet) - BUNDLE_HEADER.size
     num_frames = 1
