@@ -8,7 +8,7 @@ import os as _os
 
 from hop_tf.version import __version__
 
-# An installed hop_tf holds `strategies` and `ops`. In a source tree they lie beside it, and are found there.
+# An installed hop_tf holds `strategies` and `ops`. In a source tree, these folders lie next to `hop_tf`.
 if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
     __path__.append(_os.path.dirname(_os.path.abspath(__path__[0])))
 

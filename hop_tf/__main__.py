@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from hop_tf.version import __version__
 
-# Each command is a module with `main(argv) -> int`, imported when it is asked for. It imports TensorFlow, which takes
-# seconds, when it has read its arguments.
+# Each command is a module with `main(argv) -> int`, which is imported only when the command runs. The module imports
+# TensorFlow, which takes seconds, only after it has read its arguments.
 _COMMANDS = {
     "launch": ("hop_tf.tools.commands.launch", "start a training script on several workers, here or over ssh"),
     "timeline": ("hop_tf.tools.commands.timeline", "write one trace of all ranks, from what they have recorded"),
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-      argv: The command and its arguments; those of this program by default.
+      argv: The command and its arguments. Default: the arguments of this program.
 
     Returns:
       The exit code; 130 after Ctrl-C.
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush_output() -> None:
-    """Writes what is left, here and not when Python ends, where a reader that has gone would change the exit code."""
+    """Writes the remaining output. At Python's own flush at exit, a closed reader would change the exit code."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

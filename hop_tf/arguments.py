@@ -1,4 +1,4 @@
-"""What the constructors of several strategies do with their arguments."""
+"""Checks and conversions of arguments that several strategies share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 
 
 def is_integer(value: object) -> bool:
-    """Whether `value` is an integer of Python or NumPy."""
+    """True if `value` is an integer of Python or NumPy."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -35,7 +35,7 @@ def check_boolean(name: str, value: object) -> None:
 
 
 def check_on_peer_loss(value: object) -> None:
-    """Raises ValueError unless `value` says what is done when a rank is lost; None: what is the strategy's default."""
+    """Raises ValueError unless `value` is a reaction to a lost rank. None stands for the strategy's default."""
     check_choice("on_peer_loss", value, (None, "raise", "continue"))
 
 
@@ -46,20 +46,20 @@ def check_share(name: str, value: object) -> None:
         raise ValueError(f"`{name}` must be a number from 0 to 1. Received: {name}={value!r}.")
 
 
-# The sum of whole numbers in proportion to shares: a product with a number of rows is an int64.
+# The largest sum of the shares as whole numbers: the product of a share and a number of rows must fit in an int64.
 _MAX_TOTAL = 1 << 31
 
 
 def checked_batch_shares(value: object, world_size: int) -> tuple[int, ...] | str | None:
-    """The shares of ranks in a batch, in whole numbers; "auto", or None for equal ones, as they are.
+    """Returns the shares of the ranks in a batch as whole numbers. Returns "auto" and None unchanged.
 
     Args:
-      value: What the strategy was given: one positive number for each rank, "auto" or None. In a world of one, a list
-        may be of any length.
+      value: The strategy's argument: one positive number for each rank, "auto", or None for equal shares. In a world
+        of one, a list may have any length.
       world_size: Number of ranks.
 
     Raises:
-      ValueError: If it is something else.
+      ValueError: If `value` is anything else.
     """
     if value is None or (isinstance(value, str) and value == "auto"):
         return value
@@ -77,7 +77,7 @@ def checked_batch_shares(value: object, world_size: int) -> tuple[int, ...] | st
 
 
 def describe_batch_shares(shares: tuple[int, ...] | str | None) -> str:
-    """What ranks compare of what `checked_batch_shares` returns: short, however many they are."""
+    """The result of `checked_batch_shares` as text, for ranks to compare. A hash replaces over 100 characters."""
     text = str(shares)
     return text if len(text) <= 100 else f"of {len(shares)} ranks, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -88,7 +88,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _in_whole_numbers(shares: Sequence[float]) -> tuple[int, ...]:
-    """The least whole numbers in the same proportions; of decimals as they are written: 0.7 is 7 / 10."""
+    """The least whole numbers in the same proportions. Decimals count as they are written: 0.7 is 7 / 10."""
     exact = [fractions.Fraction(repr(float(share))) for share in shares]
     denominator = math.lcm(*(share.denominator for share in exact))
     whole = [int(share * denominator) for share in exact]
@@ -101,7 +101,7 @@ def _in_whole_numbers(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def check_seconds(name: str, value: float, where: str = "") -> None:
-    """Raises ValueError, which says where, unless `value` is a finite number of at least 0."""
+    """Raises ValueError, with `where` after the value, unless `value` is a finite number of at least 0."""
     if not 0 <= value < math.inf:
         raise ValueError(f"`{name}` must be a finite number of seconds, at least 0. Received: {name}={value!r}{where}.")
 
@@ -113,5 +113,5 @@ def check_choice(name: str, value: object, choices: Sequence[str | None]) -> Non
 
 
 def identity_of(settings: Any) -> dict[str, str]:
-    """What ranks compare of a strategy's settings (a dataclass) before they train: each field as text."""
+    """The strategy's settings (a dataclass), each field as text, which ranks compare before they train."""
     return {field.name: str(getattr(settings, field.name)) for field in dataclasses.fields(settings)}

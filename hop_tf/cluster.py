@@ -1,4 +1,4 @@
-"""The cluster a process belongs to: who is there, and which rank this is."""
+"""The cluster that a process belongs to: the addresses of all processes, and this process's rank."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Cluster:
     """Addresses of all processes of a job, and this process's place among them.
 
-    Ranks count the training processes: the `chief`, where there is one, is rank 0 and the `worker` tasks follow in
-    order, as under `tf.distribute.MultiWorkerMirroredStrategy`.
+    Ranks count the training processes. The `chief`, if there is one, is rank 0, and the `worker` tasks follow in order,
+    as under `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Attributes:
       addresses: "host:port" of every rank.
       rank: This process's rank; None on a `ps` task.
       ps_addresses: "host:port" of every parameter server.
       task_type: "chief", "worker" or "ps".
-      task_id: Index among the tasks of that type.
-      make_transport: Makes the transport, with the arguments of `TcpTransport`. None: that is used. A resolver may have
-        a method of this name, as those of `hop_tf.testing.InProcessCluster` do.
+      task_id: Index among the tasks of this type.
+      make_transport: Makes the transport, with the arguments of `TcpTransport`; None for `TcpTransport` itself. A
+        resolver may have a method of this name, as the resolvers of `hop_tf.testing.InProcessCluster` do.
     """
 
     addresses: tuple[str, ...]
@@ -52,7 +52,7 @@ class Cluster:
 
     @property
     def all_addresses(self) -> tuple[str, ...]:
-        """Where every process is: ranks, then parameter servers, whose numbers go on where ranks end."""
+        """The addresses of all processes: the ranks, then the parameter servers, numbered after the ranks."""
         return self.addresses + self.ps_addresses
 
     @property
@@ -83,7 +83,7 @@ class Cluster:
 
         Raises:
           ClusterConfigError: If tasks are missing, of an unknown type, listed twice, or `TF_CONFIG` is not valid.
-          TypeError: If it is no resolver.
+          TypeError: If `resolver` is no `ClusterResolver`.
         """
         if resolver is None:
             resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -94,7 +94,7 @@ class Cluster:
             )
         if isinstance(resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver):
             _check_tf_config(os.environ.get("TF_CONFIG", "{}"))
-        # Resolvers that ask a scheduler (Slurm) know their task only after the cluster was resolved.
+        # Resolvers that ask a scheduler (Slurm) know their task only after `cluster_spec()` has returned.
         spec = resolver.cluster_spec().as_dict()
         task_type, task_id = resolver.task_type, resolver.task_id
         if not spec:
@@ -135,7 +135,7 @@ class Cluster:
 
 
 def _check_tf_config(text: str) -> None:
-    """Refuses what TensorFlow's resolver would stumble over, or round to an index."""
+    """Refuses a TF_CONFIG that TensorFlow's resolver would fail on, or whose task index it would round."""
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -158,7 +158,7 @@ def _check_tf_config(text: str) -> None:
 
 
 def _is_task_list(tasks: object) -> bool:
-    """Whether that is a list of strings, or an object that maps indices to strings."""
+    """True if `tasks` is a list of strings, or an object that maps indices to strings."""
     if isinstance(tasks, dict):
         if any(_index(index) is None for index in tasks):
             return False
@@ -167,7 +167,7 @@ def _is_task_list(tasks: object) -> bool:
 
 
 def _index(value: object) -> int | None:
-    """A task's index: an integer, or its decimal digits as schedulers write them. None if it is neither."""
+    """A task's index, from an integer or, as schedulers write it, decimal digits. None if `value` is neither."""
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0:
@@ -176,7 +176,7 @@ def _index(value: object) -> int | None:
 
 
 def _addresses(tasks, task_type: str) -> tuple[str, ...]:
-    """Addresses in task order; a sparse job (a dict with gaps) has no rank order and is refused."""
+    """Addresses in task order. A sparse job (a dict with gaps) has no order of ranks, and is refused."""
     if isinstance(tasks, dict):
         if sorted(tasks) != list(range(len(tasks))):
             raise ClusterConfigError(f"Tasks of type {task_type!r} must be numbered from 0. Received: {tasks}.")
@@ -203,7 +203,7 @@ def _check_distinct(addresses: tuple[str, ...]) -> None:
 
 
 def _endpoint(address: str) -> tuple[str, int]:
-    """One form of the ways to write an address; names are not looked up."""
+    """The same host and port for all ways to write an address. Names are not looked up."""
     host, _, port = address.lower().rpartition(":")
     try:
         host = str(ipaddress.ip_address(host.strip("[]")))

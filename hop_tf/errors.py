@@ -1,8 +1,8 @@
 """Errors that hop_tf raises at run time.
 
-Mistakes in arguments are `ValueError` or `TypeError`, raised when the object is made. Everything that goes wrong
-between ranks derives from `HopError`, so that one `except` clause catches it, and says which rank, which step, which
-peer or queue, and what to check.
+Mistakes in arguments are `ValueError` or `TypeError`, raised when the object is made. Errors between ranks derive from
+`HopError`, so that one `except` clause catches all of them. Their texts name the rank, the step, the peer or queue, and
+the user's next check.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ class HopError(RuntimeError):
 
 
 class ClusterConfigError(HopError, ValueError):
-    """The cluster description (`TF_CONFIG` or a `ClusterResolver`) cannot be used as it stands."""
+    """The cluster description (`TF_CONFIG` or a `ClusterResolver`) cannot be used."""
 
 
 class MismatchError(HopError):
@@ -25,30 +25,30 @@ class PeerLostError(HopError):
 
 
 class PeerFailedError(PeerLostError):
-    """A peer's `fit` has ended by an exception, and ranks do not go on without it. All of them may call `fit` again."""
+    """A peer's `fit` has ended by an exception, and the job does not go on without it. All may call `fit` again."""
 
 
 class DeadlineExceededError(HopError):
-    """A living peer did not deliver what was awaited before the deadline, or a peer never appeared."""
+    """A living peer did not deliver an awaited message before the deadline, or a peer never appeared."""
 
 
 class ProtocolError(HopError):
-    """A peer sent something that the protocol does not allow."""
+    """A peer sent a message that the protocol does not allow."""
 
 
 def describe_failure(
     *, rank: int, step: int | None, operation: str, target: str, seconds: float, state: str, advice: str
 ) -> str:
-    """Formats a run-time failure the way every error of hop_tf reads.
+    """Formats a run-time failure in the form that all errors of hop_tf share.
 
     Args:
       rank: The rank that reports the failure.
-      step: The training step it was in, or None outside of a step.
-      operation: What it was doing, for instance "receive update".
+      step: The rank's training step, or None outside of a step.
+      operation: The rank's operation that failed, for instance "receive update".
       target: The peer (rank and address) or queue concerned.
-      seconds: How long it had waited.
-      state: What is known of the other side, for instance "silent for 31.0 s".
-      advice: What the user should check.
+      seconds: Seconds that the rank had waited.
+      state: The known state of the other side, for instance "silent for 31.0 s".
+      advice: The check that the user should make next.
 
     Returns:
       One line of text.

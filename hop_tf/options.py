@@ -1,4 +1,4 @@
-"""`CommunicationOptions`: how ranks talk to each other, whatever the scheme."""
+"""`CommunicationOptions`: the settings of the communication between ranks, under all schemes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ DATA_PLANES = ("tcp", "grpc")
 _ON_NONFINITE = ("warn", "raise")
 
 _INTERFACES = "HOP_TF_INTERFACES"
-# Whether ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`. What
-# it prints: the best settings, all, or all as JSON.
+# If set, ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`. The
+# kinds stand for the best settings, all settings, and all settings as JSON.
 PLAN_VARIABLE = "HOP_TF_PLAN"
 STEP_SECONDS_VARIABLE = "HOP_TF_STEP_SECONDS"  # Of emulated compute.
 PLAN_KINDS = ("1", "all", "json")
-# A file for the stacks of this process's threads, should it wait for long: the launcher names one.
+# The file for the stacks of this process's threads if the process waits for long. The launcher names a file.
 STACKS_VARIABLE = "HOP_TF_STACKS"
-# Which steps of each rank TensorFlow's profiler looks at, as "10:12": see `hop_tf launch --profile_steps`.
+# The steps of each rank that TensorFlow's profiler records, as "10:12": see `hop_tf launch --profile_steps`.
 PROFILE_VARIABLE = "HOP_TF_PROFILE_STEPS"
-# How many devices a worker is to have: so many of its machine's GPUs, or, without GPUs, logical devices of a processor.
+# The number of devices of a worker: GPUs of its machine or, without GPUs, logical devices of a processor.
 DEVICES_VARIABLE = "HOP_TF_DEVICES_PER_WORKER"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
@@ -36,49 +36,49 @@ TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CommunicationOptions:
-    """How ranks talk to each other: deadlines, credentials and records.
+    """Settings of the communication between ranks: deadlines, credentials and records.
 
-    A peer is *lost* when nothing at all, not even a heartbeat, was heard of it for `timeout_seconds`; that covers a
-    killed or frozen process, a cut network and a peer that was never started. A peer that is far away has eight round
-    trips more, as its heartbeats take them, though at most twice the time. A peer that is alive but does not deliver
-    (for instance because it evaluates while others train) is waited for up to `progress_timeout_seconds`.
+    A peer is *lost* when no message of any kind, not even a heartbeat, has come from it for `timeout_seconds`. This
+    covers a killed or frozen process, a cut network and a peer that was never started. A distant peer has eight round
+    trips more, because its heartbeats need them, but at most twice the time. A peer may be alive and not deliver, for
+    instance because it evaluates while others train. Ranks wait for such a peer for up to `progress_timeout_seconds`.
 
     Attributes:
       timeout_seconds: Silence after which a peer counts as lost. Default 60.
       progress_timeout_seconds: Longest wait for a living peer's contribution. Default 3600.
-      data_plane: How arrays travel: "tcp", over plain sockets on a port that the system chooses (under TLS, and while
-        that port cannot be reached, as with "grpc"), or "grpc", over gRPC on the address of the cluster description,
-        which costs about three times the processor time. Ranks may differ. Default "tcp".
-      interfaces: Addresses of this machine, one for each network interface that arrays are to travel on: connections of
-        the first bulk lane come from and go to the first one, and so on. No two alike; as many on all ranks; for
-        `data_plane` "tcp" without TLS. Default None: those in the environment variable HOP_TF_INTERFACES, separated by
-        commas, if there are any.
-      bandwidth_bits_per_second: Rate of this rank's link, as far as it is known. Where round trips are long, the parts
-        of an all-reduce travel over as many connections as it takes to fill it (one has at most some 3 MiB under way),
-        which together send no faster than that. Too high a rate makes congestion, and too low a one leaves a part of
-        the link unused. Ranks may differ. Default 100e6.
-      tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text. It must
-        name (as a subject alternative name) the host under which the cluster description lists this process.
-      tls_private_key: Path of the PEM file with its private key, not encrypted.
+      data_plane: The way of arrays between ranks. "tcp": over plain sockets on a port that the system chooses; under
+        TLS, and while the port cannot be reached, as with "grpc". "grpc": over gRPC on the address of the cluster
+        description, which costs about three times the processor time. Ranks may differ. Default "tcp".
+      interfaces: Addresses of this machine, one for each network interface that arrays travel on. Connections of the
+        first bulk lane use the first address at both ends, and so on. All addresses differ; all ranks have the same
+        number of them; for `data_plane` "tcp" without TLS. Default None: the addresses in the environment variable
+        HOP_TF_INTERFACES, separated by commas, if the variable is set.
+      bandwidth_bits_per_second: The known or estimated rate of this rank's link. If round trips are long, the parts of
+        an all-reduce travel over as many connections as are needed to fill the link. (A connection has at most about
+        3 MiB in flight.) Together, the connections send no faster than this rate. A higher rate than the link's causes
+        congestion; a lower rate leaves a part of the link unused. Ranks may differ. Default 100e6.
+      tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text. The
+        certificate must name (as a subject alternative name) the host of this process in the cluster description.
+      tls_private_key: Path of the PEM file with the certificate's private key, not encrypted.
       tls_root_certificates: Path of the PEM file with the authorities that peers' certificates must chain to. Both
-        sides present a certificate (mutual TLS). The three files go together. They are read when this is made, and
-        again for new connections when they have changed.
+        sides present a certificate (mutual TLS). The three files go together. They are read when the options are made,
+        and again for new connections when the files have changed.
       cluster_token: A secret that every rank of the job shares: a random text. Both sides of a connection prove that
-        they know it, and do not tell it; who does not is refused and training goes on. Default None: no token.
-      on_nonfinite: What a rank does that is about to send NaN or infinite values: "warn" tells of the first ones (and
-        `strategy.report()` counts such steps as `nonfinite_steps`); "raise" raises a `HopError` before they are sent,
-        and ends the job. Not together with a `LossScaleOptimizer`, whose gradients overflow now and then, and are left
-        out then. Default "warn".
-      log_dir: Directory for records of what each rank does: `strategy.report()` for TensorBoard, and its events for
-        `hop_tf timeline`. Each rank writes a run `rank_<r>` below it, and each parameter server `ps_<s>`.
-        If its disk is full or cannot be written to, training goes on without records, with a warning. Default None: no
-        records.
+        they know the token, without sending it. A peer without the token is refused, and training goes on. Default
+        None: no token.
+      on_nonfinite: The reaction of a rank that is about to send NaN or infinite values. "warn": the rank warns of the
+        first ones, and `strategy.report()` counts such steps as `nonfinite_steps`. "raise": the rank raises a
+        `HopError` before it sends the values, and ends the job. "raise" is refused with a `LossScaleOptimizer`, whose
+        gradients sometimes overflow and are then left out. Default "warn".
+      log_dir: Directory for the records of each rank: `strategy.report()` for TensorBoard, and events for
+        `hop_tf timeline`. Each rank writes a run `rank_<r>` in this directory, and each parameter server `ps_<s>`. If
+        the disk is full or not writable, training goes on without records, with a warning. Default None: no records.
       report_interval_seconds: Time between two reports for TensorBoard. Default 5.
 
     Raises:
       TypeError: If an argument has another type.
-      ValueError: If a duration or the rate is not positive and finite, there is no such data plane, or the TLS files
-        are given in part, cannot be read, are not what they should be, or do not fit together.
+      ValueError: If a duration or the rate is not positive and finite, the data plane is unknown, the interfaces or the
+        token cannot be used, or the TLS files are incomplete, unreadable, of another format or do not belong together.
     """
 
     timeout_seconds: float = 60.0
@@ -95,8 +95,8 @@ class CommunicationOptions:
     report_interval_seconds: float = 5.0
 
     def __post_init__(self):
-        # A NumPy scalar would spread: float32 has no room for the fractions of a clock's seconds.
-        for name in _DURATIONS:  # The longest one is centuries; threads cannot wait for longer.
+        # Sums with a NumPy scalar become NumPy scalars too, and a float32 cannot hold the fractions of clock seconds.
+        for name in _DURATIONS:  # The limit is centuries; threads cannot wait for longer.
             object.__setattr__(self, name, _checked_number(self, name, "seconds", threading.TIMEOUT_MAX))
         rate = _checked_number(self, "bandwidth_bits_per_second", "bits per second", sys.float_info.max)
         object.__setattr__(self, "bandwidth_bits_per_second", rate)
@@ -122,17 +122,17 @@ class CommunicationOptions:
 
     @property
     def uses_tls(self) -> bool:
-        """Whether connections are encrypted and both sides are authenticated by certificates."""
+        """True if connections are encrypted, and both sides authenticate by certificates."""
         return any(getattr(self, name) is not None for name in TLS_FILES)
 
 
 @dataclasses.dataclass(frozen=True)
 class TlsFiles:
-    """What the TLS files hold.
+    """The contents of the TLS files.
 
     Attributes:
       certificate_chain: This process's certificate.
-      private_key: Its private key.
+      private_key: The certificate's private key.
       root_certificates: The authorities that peers' certificates must chain to.
     """
 
@@ -145,19 +145,19 @@ def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
     """Reads and checks the TLS files of `options`; None without TLS.
 
     Raises:
-      ValueError: If one cannot be read, is not what it should be, or the key belongs to another certificate.
+      ValueError: If a file cannot be read or has another format, or the key belongs to another certificate.
     """
     if not options.uses_tls:
         return None
     contents = {name: _read(name, getattr(options, name)) for name in TLS_FILES}
-    # This looks at the files alone: what strength of keys is allowed, gRPC decides.
+    # This checks the files only. gRPC decides which strengths of keys are allowed.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
     for name in ("tls_root_certificates", "tls_certificate_chain"):
         path = getattr(options, name)
         try:
             context.load_verify_locations(path)
-        except OSError as error:  # So are SSL errors.
+        except OSError as error:  # SSL errors are OSErrors too.
             raise ValueError(f"`{name}` must be a PEM file of certificates. Received: {name}={path}.") from error
     chain, key = options.tls_certificate_chain, options.tls_private_key
     try:
@@ -174,7 +174,7 @@ def parse_profile_steps(text: str) -> tuple[int, int]:
     """Reads "10:12", the first and the last step.
 
     Raises:
-      ValueError: If it is none, or the last one is before the first one.
+      ValueError: If `text` has another form, or the last step is before the first step.
     """
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or int(match[1]) > int(match[2]):
@@ -205,7 +205,7 @@ def _checked_number(options: CommunicationOptions, name: str, unit: str, most: f
 def checked_options(
     options: CommunicationOptions | None, argument: str = "communication_options"
 ) -> CommunicationOptions:
-    """An argument of that name, or the defaults; raises TypeError if it is anything else."""
+    """Returns `options`, or the defaults for None. Raises TypeError, which names `argument`, for any other type."""
     if options is None:
         return CommunicationOptions()
     if not isinstance(options, CommunicationOptions):
@@ -216,15 +216,15 @@ def checked_options(
 
 
 def rank_folder(options: CommunicationOptions, rank: int) -> Path | None:
-    """Where a rank's records are, below `log_dir`; None without that."""
+    """The folder of a rank's records, in `log_dir`; None without a `log_dir`."""
     return None if options.log_dir is None else Path(options.log_dir) / f"rank_{rank}"
 
 
 def devices_per_worker(environ: Mapping[str, str]) -> int | None:
-    """What `DEVICES_VARIABLE` says; None where it is not set.
+    """The number in `DEVICES_VARIABLE`; None if the variable is not set.
 
     Raises:
-      ValueError: If it is no positive integer.
+      ValueError: If the variable is no positive integer.
     """
     text = environ.get(DEVICES_VARIABLE, "").strip()
     if not text:
@@ -272,7 +272,7 @@ def _check_path(name: str, value: object) -> None:
 
 
 def _check_token(token: object) -> None:
-    """Refuses what is no token, without telling it: it may be the secret all the same."""
+    """Refuses a value that is no token. The error does not show the value, which may still be the secret."""
     rule = "`cluster_token` must be a non-empty string or None."
     if token is not None and not isinstance(token, str):
         raise TypeError(f"{rule} Received: cluster_token of type {type(token).__name__}.")

@@ -1,4 +1,4 @@
-"""`ExchangeStrategy`: the base of the strategies."""
+"""`ExchangeStrategy`: the base class of the strategies."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from hop_tf.transport.own_name import check_own_name
 
 
 class ExchangeStrategy(tf.distribute.Strategy, Scheme):
-    """Base of the strategies: this process is a rank, which exchanges with other processes.
+    """Base class of the strategies: this process is a rank, which exchanges with other processes.
 
-    Subclasses give an `Exchange` (`make_exchange`) and its half of the training graph (`before_update` and
+    Subclasses make an `Exchange` (`make_exchange`) and its half of the training graph (`before_update` and
     `after_update`).
 
     Use as any `tf.distribute.Strategy`: build and compile the model in `scope()`, then call `fit`. In a world of one
@@ -49,31 +49,32 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     Args:
       cluster: The cluster.
-      cluster_resolver: The resolver it was read from, for `Strategy.cluster_resolver`.
+      cluster_resolver: The resolver that the cluster was read from, for `Strategy.cluster_resolver`.
       communication_options: Deadlines, credentials, records.
       identity: The scheme's settings; must be equal on all ranks.
       neighbors: Ranks that the scheme exchanges messages with.
-      skips_steps: Where the scheme may pass over training steps (`Incoming.num_skipped`), a sentence for errors that
-        says so, and how users can avoid it. Default "": it does not.
-      continue_without_lost: Whether ranks train on when one is lost. In `fit` they share the rows of that one then. See
-        `Scheme.agrees_on_roster`.
-      min_ranks: Where they do: how many ranks, this one included, must be left, neither lost nor failed. With fewer, a
-        rank raises `PeerLostError`: it may have been cut off from others that train on. At most the number of ranks;
-        equal on all ranks. Default None: more than half of the ranks, so that of two sides one goes on at most. 1 where
-        there are two ranks, of which nobody could tell which one was cut off, or servers, without which nobody trains.
-      patience_seconds: Where they do: silence after which a rank is left behind by the others, which let it join them
-        when it wakes. At least 2, and less than `timeout_seconds`; equal on all ranks. Default None: a silent rank is
-        lost after `timeout_seconds`, and raises when it wakes.
+      skips_steps: A sentence for errors, if the scheme may skip training steps (`Incoming.num_skipped`): it says so,
+        and how users can avoid skipped steps. Default "": the scheme skips no steps.
+      continue_without_lost: True if ranks train on when a rank is lost. In `fit` they then share the lost rank's rows.
+        See `Scheme.agrees_on_roster`.
+      min_ranks: For `continue_without_lost`: the least number of ranks, including this rank, that are neither lost nor
+        failed. With fewer, a rank raises `PeerLostError`: it may have been cut off from others that train on. At most
+        the number of ranks; equal on all ranks. Default None: more than half of the ranks, so that at most one side of
+        a cut network goes on. The default is 1 for two ranks, because neither can tell which rank was cut off. It is
+        also 1 with servers, because no rank trains without the servers.
+      patience_seconds: For `continue_without_lost`: silence after which the others leave a rank behind. The rank joins
+        the others again when it wakes. At least 0.5, and less than `timeout_seconds`; equal on all ranks. Default None:
+        a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       servers: The parameter servers, by their places in the cluster.
-      joins_at_once: Whether a rank that was started again trains from its first step on, with what `begin_group` gives
-        it. Otherwise it passes over the steps that the others have made, and takes the state of one of them.
-      batch_shares: What part of each global batch a rank takes: a list with a positive number for each rank, or "auto",
-        in proportion to measured speeds. A scheme weighs what it averages by `training.num_rows`. Default None: all
-        parts are equal, and nothing is weighed.
-      devices: Of this process. Default: all GPUs that it sees, or one CPU.
+      joins_at_once: True if a rank that was started again trains from its first step on, with the state from
+        `begin_group`. Otherwise the rank skips the steps that the others have made, and takes the state of one of them.
+      batch_shares: The part of each global batch that each rank takes: a list with a positive number for each rank, or
+        "auto", in proportion to measured speeds. A scheme weights its averages by `training.num_rows`. Default None:
+        all parts are equal, and averages are not weighted.
+      devices: The devices of this process. Default: all GPUs that the process sees, or one CPU.
 
     Raises:
-      ValueError: If `batch_shares` is something else, or a device is not there.
+      ValueError: If `min_ranks`, `patience_seconds` or `batch_shares` is not as above, or a device does not exist.
       ClusterConfigError: If this rank's own name stands for a loopback address, which others do not reach.
       HopError: If this rank's address cannot be bound.
       RuntimeError: If Keras does not run on TensorFlow.
@@ -142,7 +143,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self.training.statistics.recorder = self.training.records.recorder = self._recorder
         self.training.records.profiler = StepProfiler.from_environment(self._options, self.rank)
         self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
-        if not servers:  # They do not know it.
+        if not servers:  # Servers do not know these settings, and compare the identity too.
             identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": describe_batch_shares(batch_shares)}
             if continue_without_lost:
                 identity["patience_seconds"] = str(patience_seconds)
@@ -195,14 +196,15 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is rank 0, which writes what only one rank should write."""
+        """True for rank 0, which writes the files that only one rank should write."""
         return self.rank == 0
 
     @property
     def batch_shares(self) -> tuple[float, ...]:
-        """The part of each global batch that each rank takes; they add up to 1. With "auto", as ranks have agreed.
+        """The part of each global batch that each rank takes. The parts sum to 1.
 
-        Where the others share the rows of a rank that is lost, that one takes none.
+        With "auto", these are the parts that ranks last agreed on. If the others share the rows of a lost rank, the
+        lost rank's part is 0.
         """
         shares = [1] * self.world_size if self.training.shares is None else self.training.shares.of_ranks
         if self.training.roster is not None and self.training.roster.is_in_use:
@@ -212,16 +214,16 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def synchronize(self, model: keras.Model) -> None:
         """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
 
-        States with another owner become what `hop_tf.state` says: a sum, the maximum, rank 0's, or they stay the rank's
-        own. So does an untrained state that nobody has said anything about.
+        States that `hop_tf.state` marks become a sum, the maximum or rank 0's value, or stay the rank's own. An
+        untrained state without a mark stays the rank's own, too.
 
-        A collective: every rank calls it, between calls of `fit`. A rank that has made less than 90 % of the steps that
-        others have made in the last training is left behind: its weights do not count, and it gets those of the others;
-        a warning on rank 0 says so.
+        A collective: every rank calls this method, between calls of `fit`. A rank may have made less than 90 % of the
+        steps that others have made in the last training. The weights of such a rank do not count: it gets the weights
+        of the others, and a warning on rank 0 says so.
 
-        Under strategies whose ranks make the same updates (Pipe-SGD, synchronous Canary) what the model's optimizers
-        remember of these is averaged along, and their numbers of steps: else the next `fit` would go on differently on
-        a rank that has ended the last one early. Elsewhere optimizers are not touched.
+        Under strategies whose ranks make the same updates (Pipe-SGD, synchronous Canary), the states of the model's
+        optimizers and their numbers of steps are averaged too. Otherwise the next `fit` would continue differently on a
+        rank that has ended the last `fit` early. Under other strategies, optimizers do not change.
 
         Args:
           model: The built model.
@@ -229,7 +231,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         Blocks: until all ranks call it.
 
         Raises:
-          RuntimeError: If it is called within `fit`, as in a callback.
+          RuntimeError: If this method is called within `fit`, as in a callback.
           ValueError: If the model is not built.
           MismatchError: If rank 0 has another model.
           HopError: If a rank was lost or has ended.
@@ -263,19 +265,24 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         """Counters of this rank since the strategy was made.
 
         Returns:
-          `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`), `wait_seconds`
-          (time for which steps had their gradients and still waited for other ranks), `compute_seconds` (the median of
-          the latest steps' durations, without what they waited; both stay 0 with `run_eagerly`, and with TensorFlow's
-          op determinism), `wait_seconds_for_rank_<r>` and `wait_seconds_for_ps_<s>` (time for which communication
-          within steps has waited for that rank or server; only those that were waited for), `ranks_lost` and
-          `ranks_left` (how often another rank was lost, or left by an exception, and this one went on), `ranks_joined`
-          (how often another rank joined again),
-          `times_left_behind` (how often the others went on without this rank, which was silent for `patience_seconds`,
-          and let it join them again),
-          `nonfinite_steps` (see `CommunicationOptions.on_nonfinite`), `batch_share` (the part of each batch that this
-          rank takes; where there are `batch_shares`), `bytes_sent`, `bytes_received`, `messages_sent`,
-          `messages_received`, `connections_refused`, `bytes_sent_on_lane_<k>` (small messages are on lane 0, arrays on
-          lane 1, and on one more for each further interface), and the scheme's own.
+          A dict with these entries, and the scheme's own:
+
+          - `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`);
+          - `wait_seconds`: time for which steps had their gradients and still waited for other ranks;
+          - `compute_seconds`: the median duration of the latest steps, without waiting. This entry and `wait_seconds`
+            stay 0 with `run_eagerly`, and with TensorFlow's op determinism;
+          - `wait_seconds_for_rank_<r>` and `wait_seconds_for_ps_<s>`: time for which communication within steps has
+            waited for this rank or server. Ranks and servers without waits have no entry;
+          - `ranks_lost` and `ranks_left`: number of times that another rank was lost, or left by an exception, and this
+            rank went on;
+          - `ranks_joined`: number of times that another rank joined again;
+          - `times_left_behind`: number of times that the others went on without this rank, which was silent for
+            `patience_seconds`, and let it join them again;
+          - `nonfinite_steps`: see `CommunicationOptions.on_nonfinite`;
+          - `batch_share`: the part of each batch that this rank takes, only with `batch_shares`;
+          - `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`;
+          - `bytes_sent_on_lane_<k>`: small messages are on lane 0, arrays on lane 1, and on one more lane for each
+            further interface.
         """
         totals = {"rank": self.rank, **self.training.statistics.counters()}
         if self.training.shares is not None:
@@ -285,18 +292,18 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def gather_reports(self, **extra) -> list[dict] | None:
         """Brings every rank's `report()` to rank 0.
 
-        A collective: every rank calls it, between calls of `fit`.
+        A collective: every rank calls this method, between calls of `fit`.
 
         Args:
-          **extra: Further entries of this rank's report; anything that JSON can hold (`float(x)`, not a NumPy scalar).
+          **extra: Further entries of this rank's report: values that JSON can hold (`float(x)`, not a NumPy scalar).
 
         Returns:
-          On rank 0 the reports in the order of the ranks; elsewhere None.
+          On rank 0, the reports in the order of the ranks. On other ranks, None.
 
         Blocks: until all ranks call it.
 
         Raises:
-          RuntimeError: If it is called within `fit`, as in a callback.
+          RuntimeError: If this method is called within `fit`, as in a callback.
           TypeError: If JSON cannot hold an entry.
           HopError: If a rank was lost or has ended.
         """
@@ -309,7 +316,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         return self._worker.collectives.gather(report)
 
     def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
-        """Makes an all-reduce of a float32 vector over the live links, for `hop_tf.timing.measure`. A collective.
+        """Makes an all-reduce of a float32 vector over the job's own links, for `hop_tf.timing.measure`. A collective.
 
         Args:
           algorithm: As for `hop_tf.collectives.get_algorithm`.
@@ -319,7 +326,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           The all-reduce. The caller closes it.
 
         Raises:
-          RuntimeError: If it is called within `fit`, or there is one rank only.
+          RuntimeError: If this method is called within `fit`, or there is only one rank.
           HopError: If a rank was lost or has ended.
         """
         if self._worker is None:
@@ -328,21 +335,21 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         return self._worker.collectives.make_all_reduce(algorithm, num_values)
 
     def latest_step_seconds(self) -> np.ndarray:
-        """How long this rank's latest steps took, at most 64, without what they waited; the last one at the end.
+        """The durations of this rank's latest steps, at most 64, without waiting. The last step is at the end.
 
-        Times are from the start of a step to that of the next one, so that callbacks count. Empty with `run_eagerly`,
-        and with TensorFlow's op determinism.
+        A duration is from the start of a step to the start of the next step, so callbacks count. Empty with
+        `run_eagerly`, and with TensorFlow's op determinism.
         """
         return self.training.statistics.latest_seconds()
 
     @property
     def num_exchanged_bytes(self) -> int:
-        """Bytes of the variables that are exchanged in a step: those of all optimizers that are still there."""
+        """Bytes of the variables that are exchanged in a step, over all optimizers that still exist."""
         return self._worker.num_bytes if self._worker else 0
 
     @property
     def num_exchanged_values(self) -> int:
-        """How many values these bytes are."""
+        """Number of values of the variables that are exchanged in a step."""
         return self._worker.num_values if self._worker else 0
 
     def shutdown(self) -> None:
@@ -350,8 +357,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
         Another strategy can then be made on the same addresses. It trains when all ranks have made theirs.
 
-        Blocks: until what was sent, and in a custom loop what others count on, has arrived at the ranks that still
-          listen. What takes longer than `progress_timeout_seconds` is given up.
+        Blocks: until all sent messages, and in a custom loop the messages that others count on, have arrived at the
+          ranks that still listen. Messages that take longer than `progress_timeout_seconds` are given up.
         """
         self._shut_down(None)
 
@@ -367,18 +374,18 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             self._recorder.close()
 
     def distribute_datasets_from_function(self, dataset_fn, options=None):
-        """Returns the dataset that `dataset_fn(input_context)` makes for this rank; `fit` uses it as it is.
+        """Returns the dataset that `dataset_fn(input_context)` makes for this rank. `fit` uses the dataset unchanged.
 
         Args:
           dataset_fn: Takes a `tf.distribute.InputContext`, which knows the number of ranks, this rank, and the batch
-            size of a rank (`get_per_replica_batch_size(global_batch_size)`: in proportion, with `batch_shares`).
+            size of a rank: `get_per_replica_batch_size(global_batch_size)`, in proportion to `batch_shares` if given.
           options: Ignored.
 
         Returns:
           The dataset.
 
         Raises:
-          ValueError: With `batch_shares="auto"`: the function is called once, and shares change.
+          ValueError: With `batch_shares="auto"`, because the function is called once, but shares change.
         """
         if self.training.shares is not None and self.training.shares.is_automatic:
             raise ValueError(
@@ -392,11 +399,11 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def reduce(self, reduce_op, value, axis):
         """Combines a value of all ranks, as `strategy.run` returns it; see `tf.distribute.Strategy.reduce`.
 
-        A collective: every rank calls it as often as the others do, in the same order; in a tf.function or not.
+        A collective: every rank calls it as often as the others do, in the same order, in a tf.function or not.
 
         Args:
           reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
-          value: A tensor, or a structure of them; of the same shape on all ranks, but for `axis`.
+          value: A tensor, or a structure of tensors, of the same shape on all ranks except for `axis`.
           axis: The axis along which each rank reduces its tensor first, such as 0 for the rows of a batch; None to
             combine the ranks' tensors only.
 
@@ -408,7 +415,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
         Raises:
           ValueError: Under a strategy whose ranks do not wait for each other (`Scheme.in_lock_step`).
-          tf.errors.InvalidArgumentError: If a rank was lost, or has left; the text says which.
+          tf.errors.InvalidArgumentError: If a rank was lost, or has left. The error names the rank.
         """
         return super().reduce(reduce_op, value, axis)
 
@@ -425,7 +432,7 @@ def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | 
     """Returns the cluster of a strategy that has no parameter servers.
 
     Args:
-      resolver: Where the cluster is described; None: `TF_CONFIG`.
+      resolver: The resolver that describes the cluster; None for `TF_CONFIG`.
       strategy: Name of the strategy, for the error.
 
     Raises:
@@ -452,7 +459,7 @@ def _checked_min_ranks(min_ranks: int | None, world_size: int, continue_without_
     return min_ranks
 
 
-# Threads that answer may be held up for some tenths of a second, as by an import.
+# An import, for instance, can hold up the threads that answer for some tenths of a second.
 _LEAST_PATIENCE = 0.5
 
 
@@ -484,8 +491,8 @@ def _check_json(name: str, value: object) -> None:
 
 
 def _shut_down_at_exit(method: weakref.WeakMethod) -> None:
-    """Shuts a strategy down; with the exception that ends the program, as it may have ended a custom loop."""
-    shut_down, is_interactive = method(), hasattr(sys, "ps1")  # There the last exception may be an old one.
+    """Shuts a strategy down, with the exception that ends the program: it may have ended a custom loop."""
+    shut_down, is_interactive = method(), hasattr(sys, "ps1")  # In an interactive session, `last_value` may be old.
     if shut_down is not None:
         shut_down(None if is_interactive else getattr(sys, "last_value", None))
 

@@ -1,7 +1,7 @@
-"""Communication graphs for decentralized training, and the weights with which ranks average.
+"""Communication graphs for decentralized training, and the weights of the averages.
 
-An edge j -> i says that rank j sends its parameters to rank i, where they have the weight W[j, i]. Ranks that keep
-averaging agree in the end, on the mean of where they started: W is doubly stochastic and the graph strongly connected.
+An edge j -> i says that rank j sends its parameters to rank i, and that they have the weight W[j, i] there. Ranks that
+keep averaging converge to the mean of their initial values: W is doubly stochastic and the graph strongly connected.
 
 References:
   Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. Its figures etc. are cited below.
@@ -18,7 +18,7 @@ import networkx as nx
 import numpy as np
 
 _NAMES = ("ring", "ring_based", "double_ring", "complete", "exponential", "hierarchical")
-_SUM_TOLERANCE = 1e-6  # What a matrix that was computed in float32 satisfies.
+_SUM_TOLERANCE = 1e-6  # A matrix that was computed in float32 satisfies this tolerance.
 
 
 class Topology:
@@ -26,20 +26,20 @@ class Topology:
 
     A graph gets the weights 1 / (number of in-neighbors + 1), Equation 1, if that number is the same at all ranks. An
     undirected graph with different degrees d gets Metropolis-Hastings weights (Xiao, Boyd), which keep W doubly
-    stochastic: 1 / (1 + max(d_i, d_j)) for an edge, and for the rank itself what is left to 1.
+    stochastic: 1 / (1 + max(d_i, d_j)) for an edge, and the rest to 1 for the rank itself.
 
     When rank d departs, rank i counts its own parameters in place of d's, with the weight W[d, i]. Columns still sum to
-    1; row i sums to 1 - W[i, d] + W[d, i]. Where W is symmetric, as for all undirected graphs here, it stays doubly
-    stochastic. Where it is not, as for `exponential` and directed graphs, the ranks that are left still agree in the
-    end, but on a weighted mean, to which some contribute more than others.
+    1; row i sums to 1 - W[i, d] + W[d, i]. If W is symmetric, as for all undirected graphs here, W stays doubly
+    stochastic. Otherwise, as for `exponential` and directed graphs, the remaining ranks still converge to a common
+    value. This is a weighted mean, to which some ranks contribute more than others.
 
     Args:
       mixing_matrix: Array [n, n] of finite, non-negative values; [j, i] is the weight of rank j's parameters at rank i.
         Positive on the diagonal; columns and rows sum to 1 within 1e-6. Its positive entries are the edges. Copied.
-      name: What `repr` shows.
+      name: The name that `repr` shows.
 
     Raises:
-      ValueError: If `mixing_matrix` is not so, or the graph is not strongly connected.
+      ValueError: If `mixing_matrix` breaks one of these rules, or the graph is not strongly connected.
     """
 
     def __init__(self, mixing_matrix: np.ndarray, *, name: str = "custom"):
@@ -53,13 +53,13 @@ class Topology:
 
     @classmethod
     def ring(cls, world_size: int) -> Topology:
-        """Ranks in a circle; each exchanges with the one before and the one after (Figure 11, 1).
+        """Ranks in a circle: each exchanges with the rank before it and the rank after it (Figure 11, 1).
 
         Args:
           world_size: Number of ranks, at least 1.
 
         Returns:
-          The topology; of up to 3 ranks, it is complete.
+          The topology. With up to 3 ranks, the topology is complete.
 
         Raises:
           ValueError: If `world_size` is no positive integer.
@@ -68,13 +68,13 @@ class Topology:
 
     @classmethod
     def ring_based(cls, world_size: int) -> Topology:
-        """A ring in which each rank also exchanges with the most distant one (Figure 11, 2); in an odd world, two.
+        """A ring in which each rank also exchanges with the most distant rank (Figure 11, 2); in an odd world, two.
 
         Args:
           world_size: Number of ranks, at least 1.
 
         Returns:
-          The topology; of up to 5 ranks, it is complete.
+          The topology. With up to 5 ranks, the topology is complete.
 
         Raises:
           ValueError: If `world_size` is no positive integer.
@@ -98,14 +98,14 @@ class Topology:
         adjacency = np.zeros((world_size, world_size), bool)
         for half in (lower, upper):
             adjacency[np.ix_(half, half)] = _ring_based(len(half))
-        # In an odd world the lower half has one rank more. It is joined to the first of the upper half.
+        # In an odd world the lower half has one rank more. This rank is joined to the first rank of the upper half.
         for rank, peer in zip(lower, itertools.cycle(upper), strict=False):
             adjacency[rank, peer] = adjacency[peer, rank] = True
         return cls._from_adjacency(adjacency, name="double_ring")
 
     @classmethod
     def complete(cls, world_size: int) -> Topology:
-        """Every rank exchanges with every other: each step averages over all.
+        """Every rank exchanges with every other rank: each step averages over all ranks.
 
         Args:
           world_size: Number of ranks, at least 1.
@@ -120,7 +120,7 @@ class Topology:
 
     @classmethod
     def exponential(cls, world_size: int) -> Topology:
-        """Directed: rank i sends to i + 1, i + 2, i + 4, ... modulo n, so to ceil(log2(n)) ranks (Ying et al.).
+        """A directed graph: rank i sends to the ceil(log2(n)) ranks i + 1, i + 2, i + 4, ... modulo n (Ying et al.).
 
         Args:
           world_size: Number of ranks, at least 1.
@@ -138,14 +138,14 @@ class Topology:
     def hierarchical(cls, hosts: Sequence[str]) -> Topology:
         """All-to-all inside a host, a ring among hosts, for a network that is slower than the hosts (Figure 21, c).
 
-        A host's last rank exchanges with the next host's first: two updates enter and leave a host in a step, at
-        different ranks where it has several, and the departure of one rank never splits the graph.
+        A host's last rank exchanges with the next host's first rank. In a step, two updates enter a host and two leave,
+        at different ranks if the host has several. The departure of one rank never splits the graph.
 
         Args:
-          hosts: The name of each rank's host; they form the ring in order of first appearance.
+          hosts: The name of each rank's host. The hosts form the ring in order of first appearance.
 
         Returns:
-          The topology of `len(hosts)` ranks; with one host, it is complete.
+          The topology of `len(hosts)` ranks. With one host, the topology is complete.
 
         Raises:
           ValueError: If `hosts` is no list of names, or empty.
@@ -165,13 +165,13 @@ class Topology:
         """A user's own weights.
 
         Args:
-          mixing_matrix: Array [n, n]; see the class for what it must satisfy.
+          mixing_matrix: Array [n, n]; see the class for the rules.
 
         Returns:
           The topology, whose edges are the positive entries.
 
         Raises:
-          ValueError: If it does not satisfy that.
+          ValueError: If `mixing_matrix` breaks a rule.
         """
         return cls(mixing_matrix, name="matrix")
 
@@ -181,14 +181,14 @@ class Topology:
 
         Args:
           graph: Nodes 0..n-1 are the ranks. Undirected, or directed with the same number of in- and out-edges at all
-            ranks. Self-loops, parallel edges and edge attributes do not count: own weights go to `from_matrix`.
+            ranks. Self-loops, parallel edges and edge attributes do not count: pass your own weights to `from_matrix`.
 
         Returns:
           The topology.
 
         Raises:
           TypeError: If `graph` is no networkx graph.
-          ValueError: If it is not so, or not strongly connected.
+          ValueError: If `graph` breaks one of these rules, or is not strongly connected.
         """
         if not isinstance(graph, nx.Graph):
             raise TypeError(f"`graph` must be a networkx graph. Received: graph={graph!r}.")
@@ -208,7 +208,7 @@ class Topology:
                 "neighbors' degrees are not doubly stochastic, and only a mixing matrix of one's own may serve. "
                 f"Received: graph with {num_in.tolist()} in-edges and {num_out.tolist()} out-edges at ranks 0, 1, ..."
             )
-        weights = adjacency / (1 + np.maximum.outer(num_in, num_in))  # Uniform where the graph is regular.
+        weights = adjacency / (1 + np.maximum.outer(num_in, num_in))  # Uniform if the graph is regular.
         np.fill_diagonal(weights, 1 - weights.sum(axis=0))
         return cls(weights, name=name)
 
@@ -223,15 +223,15 @@ class Topology:
         return self._mixing_matrix
 
     def in_neighbors(self, rank: int) -> tuple[int, ...]:
-        """Ranks that send to `rank`, sorted, without itself. (The paper's N_in has it: `1 / |N_in|` in Figure 4.)"""
+        """Ranks that send to `rank`, sorted, without `rank`. The paper's N_in includes it: `1 / |N_in|` in Figure 4."""
         return tuple(sorted(self._graph.predecessors(self._checked_rank(rank))))
 
     def out_neighbors(self, rank: int) -> tuple[int, ...]:
-        """Ranks that `rank` sends to, sorted, without itself."""
+        """Ranks that `rank` sends to, sorted, without `rank`."""
         return tuple(sorted(self._graph.successors(self._checked_rank(rank))))
 
     def weights(self, rank: int) -> dict[int, float]:
-        """The weight at `rank` of every update that it averages, by sender, its own included. They sum to 1."""
+        """The weight at `rank` of every update that it averages, by sender, including its own. Weights sum to 1."""
         column = self._mixing_matrix[:, self._checked_rank(rank)].tolist()
         return {sender: weight for sender, weight in enumerate(column) if weight}
 
@@ -245,21 +245,21 @@ class Topology:
         return nx.diameter(self._graph)
 
     def is_doubly_stochastic(self, atol: float = _SUM_TOLERANCE) -> bool:
-        """Whether all columns and rows of the mixing matrix sum to 1 within `atol`; they do at the default."""
+        """True if all columns and rows of the mixing matrix sum to 1 within `atol`. Always true at the default."""
         return bool(np.allclose([self._mixing_matrix.sum(axis=axis) for axis in (0, 1)], 1, rtol=0, atol=atol))
 
     @property
     def spectral_gap(self) -> float:
         """`|lambda_1(W)| - |lambda_2(W)|`, from 0 to 1: the larger, the fewer steps until ranks agree. 1 for one rank.
 
-        Section 7.3.6 defines it so. The values printed there (0.6667, 0.2682, 0.2688) come out if W has no self-loops
-        and eigenvalues keep their sign; this W has them, as Equation 1 does.
+        This is the definition of Section 7.3.6. The values printed there (0.6667, 0.2682, 0.2688) result if W has no
+        self-loops and eigenvalues keep their sign. This W has self-loops, as in Equation 1.
         """
         moduli = np.sort(np.abs(np.linalg.eigvals(self._mixing_matrix)))
         return float(moduli[-1] - moduli[-2]) if self.world_size > 1 else 1.0
 
     def max_iteration_gap_bound(self, i: int, j: int, max_iteration_gap: int) -> int:
-        """Most steps that rank i can be ahead of rank j in standard training with token queues: Theorem 2.
+        """The most steps that rank i can be ahead of rank j in standard training with token queues: Theorem 2.
 
         min(length(Path_j->i), max_iteration_gap * length(Path_i->j)); `max_iteration_gap`, max_ig, is at least 1.
         """
@@ -270,7 +270,7 @@ class Topology:
         return min(self.shortest_path_length(j, i), max_iteration_gap * self.shortest_path_length(i, j))
 
     def is_connected_without(self, departed: Collection[int]) -> bool:
-        """Whether the ranks that are not in `departed` still reach each other. True if at most one is left."""
+        """True if the ranks that are not in `departed` still reach each other, or if at most one is left."""
         remaining = self._graph.subgraph(set(self._graph).difference(departed))
         return len(remaining) <= 1 or nx.is_strongly_connected(remaining)
 
@@ -279,7 +279,7 @@ class Topology:
         return self._graph.copy()
 
     def describe(self) -> str:
-        """One line: updates sent in a step (edges), how far news travel (diameter), how fast ranks agree (gap)."""
+        """One line: updates sent in a step (edges), steps until all ranks are reached (diameter), convergence (gap)."""
         return f"{self!r}: {self._graph.size()} edges, diameter {self.diameter}, spectral gap {self.spectral_gap:.4f}"
 
     def __repr__(self) -> str:
@@ -292,11 +292,11 @@ class Topology:
 
 
 def resolve(topology: object, world_size: int, hosts: Sequence[str] | None = None) -> Topology:
-    """Turns what a user may pass as a topology into a `Topology` of `world_size` ranks.
+    """Turns a user's argument into a `Topology` of `world_size` ranks.
 
     Args:
       topology: "ring", "ring_based", "double_ring", "complete", "exponential" or "hierarchical"; a `Topology`, which is
-        returned as it is; a networkx graph; or a mixing matrix.
+        returned unchanged; a networkx graph; or a mixing matrix.
       world_size: Number of ranks.
       hosts: The host of each rank, for "hierarchical".
 
@@ -304,7 +304,7 @@ def resolve(topology: object, world_size: int, hosts: Sequence[str] | None = Non
       The topology.
 
     Raises:
-      ValueError: If the name is not known, the size is another, or the graph cannot be used.
+      ValueError: If the name is unknown, the topology has another number of ranks, or the graph cannot be used.
       TypeError: If `topology` is none of these.
     """
     _checked_world_size(world_size)
@@ -343,7 +343,7 @@ def _checked_mixing_matrix(mixing_matrix: object) -> np.ndarray:
 
 
 def _fault(matrix: np.ndarray) -> str | None:
-    """What is wrong with a mixing matrix, and where; None if nothing is."""
+    """Describes a fault of a mixing matrix and its place; None without a fault."""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         return f"shape {matrix.shape}"
     allowed = np.isfinite(matrix) & np.where(np.eye(len(matrix), dtype=bool), matrix > 0, matrix >= 0)
@@ -359,7 +359,7 @@ def _fault(matrix: np.ndarray) -> str | None:
 
 
 def _missing_path(graph: nx.Graph) -> str | None:
-    """Names two ranks without a path between them; None if rank 0 reaches all and all reach it."""
+    """Names two ranks without a path between them; None if rank 0 reaches all ranks and all reach rank 0."""
     if unreached := set(graph) - {0} - nx.descendants(graph, 0):
         return f"no path from rank 0 to rank {min(unreached)}"
     unheard = set(graph) - {0} - nx.ancestors(graph, 0)

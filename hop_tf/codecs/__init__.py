@@ -1,8 +1,7 @@
-"""Codecs: what shortens vectors on their way between ranks.
+"""Codecs: compress vectors that ranks send to each other.
 
-A codec turns a vector of float32 into bytes and back. It keeps nothing from one vector to the next, so that the same
-bytes decode to the same values on every rank. What a lossy codec loses can be kept beside it and added to the next
-vector (`ErrorFeedback`).
+A codec turns a vector of float32 into bytes and back. It has no state, so that the same bytes decode to the same values
+on every rank. `ErrorFeedback` can keep the loss of a lossy codec, and add it to the next vector.
 
     Codec                      Bytes per value   Error
     Identity()                 4                 none
@@ -12,8 +11,9 @@ vector (`ErrorFeedback`).
     Sparse()                   6 per nonzero     none
     TopK(ratio=0.01)           0.06 (**)         all but the largest 1 % of the values
 
-(*) and 1 KiB for every chunk that all-reduce cuts a vector into.
-(**) In an all-reduce of n ranks, each sends this n - 1 times; what other codecs make of a vector, 2 (n - 1) / n times.
+(*) plus 1 KiB for every chunk that all-reduce cuts a vector into.
+(**) In an all-reduce of n ranks, each rank sends this n - 1 times. It sends the output of other codecs 2 (n - 1) / n
+times.
 """
 
 from hop_tf.codecs.base import Codec, get, register

@@ -1,4 +1,4 @@
-"""`Codec`: what all codecs have in common, and the table of those that have a name."""
+"""`Codec`: the base class of all codecs, and the table of codecs with a name."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Codec(abc.ABC):
     Members are frozen dataclasses without state: equal settings make equal codecs, and ranks compare their `repr`.
 
     Args:
-      error_feedback: Whether what is lost is kept, and added to the next vector before it is encoded. It costs two more
-        vectors of memory and three passes over them. Default False. See `ErrorFeedback`.
+      error_feedback: True to keep the loss of each vector, and add it to the next vector before encoding. That costs
+        two more vectors of memory and three passes over them. Default False. See `ErrorFeedback`.
 
     Attributes:
-      name: What `get` knows it by.
+      name: The name for `get`.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -41,34 +41,34 @@ class Codec(abc.ABC):
     @property
     @abc.abstractmethod
     def bytes_per_value(self) -> float:
-        """Length of what `encode` gives, per value of a long vector."""
+        """Length of the output of `encode`, per value of a long vector."""
 
     @property
     def granularity(self) -> int:
-        """A vector should be cut at multiples of so many values only."""
+        """The number of values such that a vector should be cut at its multiples only."""
         return 1
 
     @property
     def is_lossy(self) -> bool:
-        """Whether what is decoded may differ from what was encoded."""
+        """True if decoded values may differ from the encoded values."""
         return True
 
     def with_error_feedback(self, error_feedback: bool) -> Codec:
-        """The same codec with error feedback, if it loses something, or without."""
+        """The same codec with or without error feedback. A lossless codec never has any."""
         return dataclasses.replace(self, error_feedback=error_feedback and self.is_lossy)
 
     @property
     def for_sums(self) -> Codec:
-        """What encodes sums of several ranks' values that are passed on."""
+        """The codec for sums of several ranks' values that ranks pass on."""
         return self
 
     @property
     def encodes_in_graph(self) -> bool:
-        """True if it has `emit_encode`, `part` and `accumulate_part`."""
+        """True if the codec has `emit_encode`, `part` and `accumulate_part`."""
         return False
 
     def at_step(self, step: int) -> Codec:
-        """The codec of a step: itself, unless its settings change with time. Steps count from 0 in every `fit`."""
+        """The codec of a step: this codec, unless its settings change with time. Steps count from 0 in every `fit`."""
         del step
         return self
 
@@ -77,12 +77,12 @@ class Codec(abc.ABC):
         """Encodes a vector.
 
         Args:
-          values: 1-D array of float32, bfloat16 or float16. Nobody writes to it afterwards.
-          pool: Where the result's memory comes from.
+          values: 1-D array of float32, bfloat16 or float16. Do not modify it afterwards.
+          pool: Provides the result's memory.
 
         Returns:
-          1-D uint8 array; it may share the memory of `values`. Where a value is not finite, some of what it decodes to
-          is not finite either.
+          1-D uint8 array. It may share the memory of `values`. If a value is not finite, some decoded value is not
+          finite either.
         """
 
     @abc.abstractmethod
@@ -90,62 +90,62 @@ class Codec(abc.ABC):
         """Decodes a vector.
 
         Args:
-          data: What `encode` has given: 1-D uint8 array, 64-byte aligned.
+          data: The output of `encode`: 1-D uint8 array, 64-byte aligned.
           out: 1-D float32 array that takes the values.
 
         Raises:
-          ValueError: If so many values cannot be encoded to `data`: it has another length, or is malformed.
+          ValueError: If `data` is no encoding of that number of values: it has another length, or is malformed.
         """
 
     def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
-        """Emits the ops that encode a vector on the device that it is computed on, be it a GPU.
+        """Emits the ops that encode a vector on the device that computes it, which may be a GPU.
 
         Args:
           values: 1-D tensor of float32, bfloat16 or float16.
 
         Returns:
-          1-D uint8 tensor, as of `encode`.
+          1-D uint8 tensor, as from `encode`.
         """
         raise NotImplementedError(f"{self} does not encode in the graph.")
 
     def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
-        """Cuts out of what a vector is encoded to what some of its values, times a factor, are encoded to.
+        """Makes the encoding of some values of an encoded vector, times a factor.
 
         Args:
-          data: As of `decode`.
-          where: Which values.
-          factor: Multiplies them.
-          pool: As of `encode`.
+          data: See `decode`.
+          where: The slice of the values.
+          factor: Multiplies the values.
+          pool: See `encode`.
 
         Returns:
-          As of `encode`.
+          See `encode`.
         """
         raise NotImplementedError(f"{self} does not encode in the graph.")
 
     def accumulate_part(self, data: np.ndarray, where: slice, accumulator: np.ndarray) -> None:
-        """Decodes some values of a vector, as `part` cuts them out, and adds them, in float32, to `accumulator`."""
+        """Decodes some values of a vector, chosen as for `part`, and adds them, in float32, to `accumulator`."""
         raise NotImplementedError(f"{self} does not encode in the graph.")
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
-        """Decodes a vector and adds it, in float32, to `accumulator`. Arguments and errors as of `decode`."""
+        """Decodes a vector and adds it, in float32, to `accumulator`. For arguments and errors, see `decode`."""
         values = np.empty_like(accumulator)
         self.decode(data, values)
         accumulator += values
 
     def add(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
-        """Returns the sum, in float32 at least, of a decoded vector and another one; arguments as of `reduce`."""
+        """Returns the sum, in float32 at least, of an encoded vector and `values`. For arguments, see `reduce`."""
         total = float32_copy(values, pool)
         self.accumulate(data, total)
         return total
 
     def total(self, parts: Sequence[np.ndarray], values: np.ndarray, factor: float, pool: BufferPool) -> np.ndarray:
-        """Returns the sum, in float32 at least, of a vector and decoded ones, times a factor.
+        """Returns the sum, in float32 at least, of a vector and encoded ones, times a factor.
 
         Args:
-          parts: As `data` of `decode`; at least one.
-          values: As of `encode`.
+          parts: Encoded vectors, at least one. See `data` of `decode`.
+          values: See `encode`.
           factor: Multiplies the sum.
-          pool: As of `encode`.
+          pool: See `encode`.
         """
         total = self.add(parts[0], values, pool)
         for data in parts[1:]:
@@ -155,15 +155,15 @@ class Codec(abc.ABC):
         return total
 
     def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
-        """Encodes the sum, in float32, of a decoded vector and another one: a hop of a ring.
+        """Encodes the sum, in float32, of an encoded vector and `values`: a hop of a ring.
 
         Args:
-          data: As of `decode`.
-          values: As of `encode`.
-          pool: As of `encode`.
+          data: See `decode`.
+          values: See `encode`.
+          pool: See `encode`.
 
         Returns:
-          As of `encode`.
+          See `encode`.
         """
         return self.encode(self.add(data, values, pool), pool)
 
@@ -182,7 +182,7 @@ def take_float32(like: np.ndarray, pool: BufferPool) -> np.ndarray:
 
 
 def checked(codec: Codec, data: np.ndarray, num_bytes: int, num_values: int) -> np.ndarray:
-    """`data`; raises ValueError if it has another length than that."""
+    """Returns `data`. Raises ValueError if its length is not `num_bytes`."""
     if data.nbytes != num_bytes:
         raise ValueError(
             f"`data` must have the {num_bytes} bytes that {codec} encodes {num_values} values to. "
@@ -195,7 +195,7 @@ _CODECS: dict[str, type[Codec]] = {}
 
 
 def register(member: type[Codec]) -> None:
-    """Makes a codec known by its name. Raises TypeError if it does not keep the rules."""
+    """Registers a codec under its name. Raises TypeError if it breaks the rules for codecs."""
     sound = member() == member() and member().bytes_per_value > 0 and not member().error_feedback
     if not sound or member.name in _CODECS:
         raise TypeError(f"{member.__name__} is no codec that can be registered.")
@@ -208,14 +208,14 @@ def get(codec: str | Codec | None, argument: str = "codec") -> Codec:
     Args:
       codec: A codec, the name of one with its defaults ("identity", "truncate16", "int8", "sketch", "sparse", "top_k"),
         or None for `Identity()`.
-      argument: What errors call it. Default "codec".
+      argument: The argument's name in errors. Default "codec".
 
     Returns:
       The codec.
 
     Raises:
       ValueError: If there is no codec of that name.
-      TypeError: If it is something else.
+      TypeError: If the argument has another type.
     """
     if codec is None:
         codec = "identity"

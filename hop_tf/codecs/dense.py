@@ -1,4 +1,4 @@
-"""Codecs that send something for every value."""
+"""Codecs that send data for every value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hop_tf.tensors.buffers import BufferPool
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 # A block of every operand stays in the cache of a core.
 _BLOCK_VALUES = 1 << 15
-# What a sketch has before its codes.
+# Bytes of a sketch before its codes.
 _BUCKETS_BYTES = 4 * NUM_CODES
 
 
@@ -28,8 +28,8 @@ class Identity(Codec):
     """Leaves float32 as it is.
 
     Args:
-      dtype: The type of what is sent: any floating-point type, to which float32 is rounded if it has 16 bits. `decode`
-        and `accumulate` convert to that of their array.
+      dtype: The type to send: any floating-point type. float32 is rounded to a type of 16 bits. `decode` and
+        `accumulate` convert to the type of their array.
     """
 
     name: ClassVar[str] = "identity"
@@ -55,7 +55,7 @@ class Identity(Codec):
 
     @property
     def for_sums(self) -> Codec:
-        # The sum of what fits into 16 bits need not fit, and is not to be rounded at every rank on its way.
+        # A sum may exceed the range of 16 bits, and must not be rounded again at every rank.
         return Identity() if self.is_lossy else self
 
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
@@ -90,11 +90,11 @@ class Identity(Codec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Truncate16(Codec):
-    """Drops the lower 16 bits of each value: what is left is a bfloat16.
+    """Drops the lower 16 bits of each value, which leaves a bfloat16.
 
     Args:
-      round_to_nearest: Whether values are rounded to the nearest (ties to even) instead of towards zero. Default False,
-        as in the paper. What is dropped always points away from zero: `error_feedback` or rounding makes up for that.
+      round_to_nearest: True to round values to the nearest (ties to even) instead of towards zero. Default False, as in
+        the paper. Rounding towards zero always loses in the same direction. `error_feedback`, or this, corrects that.
 
     References:
       Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
@@ -130,8 +130,8 @@ class Int8(Codec):
     """Rounds the values of each block to multiples of 1/127 of the block's largest magnitude.
 
     Args:
-      block_size: Values per block; None for one block, as in the paper: that is a chunk of what all-reduce cuts a
-        vector into. On heavy-tailed gradients small blocks lose far less. Default 512.
+      block_size: Values per block. None makes one block of each chunk that all-reduce cuts a vector into, as in the
+        paper. On heavy-tailed gradients small blocks lose far less. Default 512.
 
     References:
       Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
@@ -175,7 +175,7 @@ class Int8(Codec):
         return 4 * num_blocks(num_values, self.block_size) + num_values
 
     def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales; the scales come first, where they are aligned."""
+        """Returns codes and scales. In `data` the scales come first, where they are aligned."""
         checked(self, data, self._num_bytes(num_values), num_values)
         end = 4 * num_blocks(num_values, self.block_size)
         return data[end:].view(np.int8), data[:end].view(np.float32)
@@ -186,7 +186,7 @@ class QuantileSketch(Codec):
     """Sorts the values of a chunk into 256 buckets, and sends their numbers and each bucket's mean.
 
     Args:
-      spacing: How far the buckets hold equally many values (1), or are equally wide (towards 0). Default 1/2.
+      spacing: 1 for buckets with equal numbers of values; towards 0 for buckets of equal width. Default 1/2.
 
     References:
       Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface
@@ -237,6 +237,6 @@ class QuantileSketch(Codec):
         arrays.quantile_sketch_accumulate(*self._split(data, accumulator.size), accumulator)
 
     def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and bucket values; the bucket values come first, where they are aligned."""
+        """Returns codes and bucket values. In `data` the bucket values come first, where they are aligned."""
         checked(self, data, _BUCKETS_BYTES + num_values, num_values)
         return data[_BUCKETS_BYTES:], data[:_BUCKETS_BYTES].view(np.float32)

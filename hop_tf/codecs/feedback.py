@@ -1,4 +1,4 @@
-"""`ErrorFeedback`: keeps what a codec loses for the next vector."""
+"""`ErrorFeedback`: keeps the loss of a codec for the next vector."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hop_tf.tensors.buffers import BufferPool
 
 
 class ErrorFeedback:
-    """Encodes the pieces of a vector, and adds what is lost to the same piece of the next vector.
+    """Encodes the pieces of a vector, and adds the loss to the same piece of the next vector.
 
-    With residual e: v = values + e; what is sent is encode(v); e = v - decode(encode(v)). So the sum of all that was
-    sent differs from the sum of all values by the last residual only. A piece with a value that is not finite is sent
-    as it is, and its residual stays.
+    With residual e: v = values + e; the codec sends encode(v); e = v - decode(encode(v)). So the sum of all sent values
+    differs from the sum of all values by the last residual only. A piece with a value that is not finite is sent as it
+    is, and its residual stays.
 
     Args:
       codec: The codec.
@@ -30,7 +30,7 @@ class ErrorFeedback:
         self._residual = np.zeros(num_values, np.float32)
 
     def encode(self, values: np.ndarray, where: slice, pool: BufferPool) -> np.ndarray:
-        """As `try_encode`, for what is sent in any case: keeps what was lost, and returns the data alone."""
+        """Does the same as `try_encode` for a piece that is sent in any case: keeps the loss, and returns the data."""
         data, lost = self.try_encode(values, where, pool)
         self.keep(lost, where)
         return data
@@ -38,17 +38,17 @@ class ErrorFeedback:
     def try_encode(
         self, values: np.ndarray, where: slice, pool: BufferPool, scale: float = 1.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encodes the piece `where` of a vector, which may turn out not to be sent: nothing is kept of it.
+        """Encodes the piece `where` of a vector, which may turn out not to be sent. Does not keep the loss.
 
         Args:
           values: The piece.
-          where: Where it lies in the vector.
-          pool: Where the result's memory comes from.
-          scale: What is encoded is so many times the piece and its residual. Residuals are those of the piece, not of
-            what was encoded: so the same one fits a sum, its mean, and one of its terms. Default 1.
+          where: The piece's slice of the vector.
+          pool: Provides the result's memory.
+          scale: Factor on the piece and its residual before encoding. The loss is divided by the factor again, so that
+            the same residual fits a sum, its mean, and one of its terms. Default 1.
 
         Returns:
-          As `Codec.encode`; and what was lost, which `keep` takes if it was sent.
+          The result of `Codec.encode`, and the loss, which `keep` takes if the data was sent.
         """
         corrected = take_float32(values, pool)
         np.add(values, self._residual[where], out=corrected, dtype=corrected.dtype)
@@ -63,11 +63,11 @@ class ErrorFeedback:
         return data, decoded
 
     def take(self) -> np.ndarray:
-        """What is kept, which is kept no more."""
+        """Removes and returns the residual."""
         residual, self._residual = self._residual, np.zeros_like(self._residual)
         return residual
 
     def keep(self, lost: np.ndarray, where: slice) -> None:
-        """Keeps what the piece `where` has lost for that of the next vector."""
+        """Keeps the loss of the piece `where` for the next vector."""
         if np.isfinite(lost).all():
             self._residual[where] = lost

@@ -1,4 +1,4 @@
-"""Codecs that send some values only, and where they stand.
+"""Codecs that send some values only, with their indices.
 
 References:
   Lin, Han, Mao, Wang, Dally. Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training.
@@ -18,18 +18,18 @@ from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
 from hop_tf.tensors.buffers import BufferPool
 
-# An index is sent as its place in a block, which 16 bits tell.
+# An index is sent as its place in a block, which fits into 16 bits.
 _BLOCK_VALUES = 1 << 16
 _INDEX_BYTES = 2
 _HEADER_BYTES = 16
 _COUNT_BYTES = 4
 _ALIGNMENT_BYTES = 64
 
-# Values whose magnitudes are compared at a time: what that takes stays in a core's cache.
+# Values whose magnitudes are compared at a time, so that they stay in a core's cache.
 _SCAN_VALUES = 1 << 17
-# One of so many values is looked at to guess how large the largest ones are. A prime: no column of a layer's kernel.
+# Sampling stride used to estimate the largest magnitudes. A prime, so that a sample is no column of a layer's kernel.
 _SAMPLE_STRIDE = 61
-# The guess is so many standard deviations too low.
+# Number of standard deviations by which the estimate is too low on purpose.
 _MARGIN = 4
 
 
@@ -37,25 +37,25 @@ _MARGIN = 4
 class Sparse(Codec):
     """Sends the values that are not zero, and their indices: for vectors in which a selection was made already.
 
-    Data are as long as there are such values:
+    The length of the data depends on the number of such values:
 
         bytes                  type
         16                     uint64   length of the vector; number m of values that are not zero
-        4 per block            uint32   how many of them each block of 65536 values has
+        4 per block            uint32   their number in each block of 65536 values
         2 m                    uint16   the place of each in its block, in order
         to a multiple of 64    0
-        the rest                        what `values` encodes the m values to
+        the rest                        the m values, encoded with `values`
 
-    In an all-reduce such data go to all ranks. Where whole vectors, encoded with `values`, are less to send, these are
-    averaged instead; also in a step in which they are less than what a single rank has to send.
+    In an all-reduce, each rank sends such data to all ranks. If whole vectors, encoded with `values`, are shorter to
+    send, ranks average these instead. They also do so in a step in which the data of a single rank are too long.
 
     Args:
-      values: What the values are encoded with: a codec without error feedback that is not sparse itself, a name, or
-        None for `Identity()`. Default None.
-      ratio: The share of a vector's values that are not zero, above 0 and at most 1. It says what is less to send, and
-        limits nothing. A vector with more of them costs a message, where it is to be averaged whole. Default 1.
-      warmup_steps: In so many first steps of each `fit` the share is larger. See `TopK`. Default 0.
-      error_feedback: As of `Codec`, where `values` loses something.
+      values: The codec for the values: one without error feedback that is not sparse itself, a name, or None for
+        `Identity()`. Default None.
+      ratio: The expected share of a vector's values that are not zero, above 0 and at most 1. It decides which way is
+        shorter, and limits nothing. A vector with a larger share may cost a further message. Default 1.
+      warmup_steps: Number of first steps of each `fit` in which the share is larger. See `TopK`. Default 0.
+      error_feedback: See `Codec`. Only if `values` is lossy.
     """
 
     name: ClassVar[str] = "sparse"
@@ -92,7 +92,7 @@ class Sparse(Codec):
 
     @property
     def dense(self) -> Codec:
-        """The codec for vectors of which everything is sent: `values`, with this one's error feedback."""
+        """The codec for vectors that are sent whole: `values`, with this codec's error feedback."""
         return self.values.with_error_feedback(self.error_feedback)
 
     def ratio_at(self, step: int) -> float:
@@ -109,7 +109,7 @@ class Sparse(Codec):
         return np.count_nonzero(values) / max(1, values.size)
 
     def select(self, values: np.ndarray) -> np.ndarray:
-        """Indices, in order, of what `encode` sends of a vector."""
+        """The indices, in order, of the values that `encode` sends."""
         return _reaching(values, 1)
 
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
@@ -138,18 +138,18 @@ class Sparse(Codec):
     def entries(
         self, data: np.ndarray, num_values: int, dtype: np.dtype | type = np.float32
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Decodes what was sent of a vector, without the zeros.
+        """Decodes the values that were sent of a vector, without the zeros.
 
         Args:
-          data: As of `decode`.
+          data: See `decode`.
           num_values: Length of the vector.
-          dtype: Of the values.
+          dtype: Type of the values.
 
         Returns:
           Indices, strictly increasing, and the values there.
 
         Raises:
-          ValueError: As of `decode`.
+          ValueError: See `decode`.
         """
         indices, start = self._indices(data, num_values)
         values = np.empty(indices.size, dtype)
@@ -157,7 +157,7 @@ class Sparse(Codec):
         return indices, values
 
     def _indices(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, int]:
-        """The indices, and where the encoded values begin."""
+        """The indices, and the offset of the encoded values."""
         num_blocks = -(-num_values // _BLOCK_VALUES)
         counts_end, _, start = _layout(num_blocks, 0)
         self._check(data, num_values, data.nbytes >= start, "header is cut off")
@@ -183,7 +183,7 @@ class Sparse(Codec):
 
 
 def _layout(num_blocks: int, num_indices: int) -> tuple[int, int, int]:
-    """Where the counts end, where the indices end, and where the encoded values begin."""
+    """The end of the counts, the end of the indices, and the start of the encoded values, in bytes."""
     counts_end = _HEADER_BYTES + _COUNT_BYTES * num_blocks
     indices_end = counts_end + _INDEX_BYTES * num_indices
     return counts_end, indices_end, -(-indices_end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -197,13 +197,13 @@ class TopK(Sparse):
 
         ratio^((t + 1) / (warmup_steps + 1))
 
-    Without `error_feedback` what is not sent is lost: that is for schemes that keep it themselves.
+    Without `error_feedback`, the other values are lost: that is for schemes that keep them themselves.
 
     Args:
-      values: As of `Sparse`.
+      values: See `Sparse`.
       ratio: The share of the values that is sent, above 0 and at most 1. Default 0.01.
-      warmup_steps: In so many first steps of each `fit` the share is larger. Default 0.
-      error_feedback: As of `Codec`.
+      warmup_steps: Number of first steps of each `fit` in which the share is larger. Default 0.
+      error_feedback: See `Codec`.
 
     References:
       Lin et al. Deep Gradient Compression: Reducing the Communication Bandwidth for Distributed Training. ICLR 2018.
@@ -227,17 +227,17 @@ class TopK(Sparse):
         return self.ratio
 
     def select(self, values: np.ndarray) -> np.ndarray:
-        """Indices, in order, of what `encode` sends of a vector; of equal magnitudes it sends the first."""
+        """The indices, in order, of the values that `encode` sends. Among equal magnitudes it sends the first."""
         return _largest(values, math.ceil(self.ratio * values.size))
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices, in order, of the `count` values of largest magnitude, though not of zeros; NaN is the largest.
+    """The indices, in order, of the `count` values of largest magnitude, without zeros. NaN is the largest.
 
-    Only values that reach a guessed magnitude are looked at; where too few do, all are.
+    Only values that reach an estimated magnitude are compared. If too few reach it, all are compared.
 
     References:
-      Lin et al. Section 5: the threshold from a sample, the exact one from what has passed it.
+      Lin et al. Section 5: a threshold from a sample, then the exact threshold from the values above it.
     """
     for bound in (_guessed_magnitude(values, count), 1):
         indices = _reaching(values, bound)
@@ -254,7 +254,7 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _guessed_magnitude(values: np.ndarray, count: int) -> int:
-    """What a few more than `count` values reach, judged by a sample."""
+    """A magnitude that a few more than `count` values reach, estimated by a sample."""
     sample = _magnitudes(values[::_SAMPLE_STRIDE])
     expected = count / _SAMPLE_STRIDE
     place = math.ceil(expected + _MARGIN * math.sqrt(expected))
@@ -262,7 +262,7 @@ def _guessed_magnitude(values: np.ndarray, count: int) -> int:
 
 
 def _reaching(values: np.ndarray, bound: int) -> np.ndarray:
-    """Indices, in order, of the values whose magnitudes are at least `bound`."""
+    """The indices, in order, of the values whose magnitudes are at least `bound`."""
     starts = range(0, values.size, _SCAN_VALUES) or [0]
     return np.concatenate(
         [start + np.flatnonzero(_magnitudes(values[start : start + _SCAN_VALUES]) >= bound) for start in starts]

@@ -30,5 +30,5 @@ __all__ = [
 
 
 def get_algorithm(name: str) -> Callable[..., AllReduce]:
-    """What makes the all-reduce of that name: one of `ALGORITHMS`, or a network as of `get_network`."""
+    """The constructor of the all-reduce with that name: one of `ALGORITHMS`, or a network as of `get_network`."""
     return ALGORITHMS.get(name) or functools.partial(RoutedAllReduce, network=get_network(name))

@@ -1,27 +1,30 @@
 """All-reduce: the mean of vectors over all ranks, in every step.
 
-A vector is cut into as many pieces as there are ranks, and a piece into chunks. While a chunk travels, the next one is
-encoded, and one that has come is reduced. Several vectors go together: the chunks of the same number are one message.
+A vector is cut into as many pieces as there are ranks, and a piece into chunks. While a chunk travels, the rank encodes
+the next chunk and reduces one that has come. Several vectors travel together: their chunks with the same number are one
+message.
 
-    mesh   Each rank owns a piece. It gets that of all others, and sends them its mean: two messages follow each other.
-    ring   Each piece goes around the ring, and every rank adds its own on the way; the mean goes around once more:
-           2 (n - 1) messages follow each other, and a rank talks to its two neighbors only.
+    mesh   Each rank owns a piece. It gets the others' parts of the piece, and sends them the mean: two messages follow
+           each other.
+    ring   Each piece goes around the ring, and every rank adds its own part. Then the mean goes around once more:
+           2 (n - 1) messages follow each other, and a rank communicates with its two neighbors only.
 
-In both a rank sends 2 (n - 1) / n vectors, and encodes every piece once: in a mesh a value is rounded twice on its way,
-in a ring n times. The last encoding of a piece is what all ranks decode, so that their results are equal to the bit.
+In both, a rank sends 2 (n - 1) / n vectors, and encodes every piece once. In a mesh a value is rounded twice on its
+way, in a ring n times. All ranks decode the last encoding of a piece, so that their results are equal to the bit.
 
-What a sparse codec selects differs from rank to rank, and a mean of it is less sparse. So every rank sends all of it to
-all others, in one message, and each adds what all have sent, in the order of ranks. Where that is longer than whole
-vectors in pieces (see `vectors.goes_sparse`), they are averaged as above instead, encoded as the sparse codec encodes
-its values. So they are, too, in a step in which the vector of a rank turns out to be longer than the codec has
-promised: an empty message tells the others.
+A sparse codec selects different values on each rank, and their mean is less sparse. So every rank sends its whole
+selection to all others, in one message. Each rank adds all selections, in the order of ranks. If the selections are
+longer than whole vectors in pieces (see `vectors.goes_sparse`), ranks average whole vectors as above instead. Their
+codec is the sparse codec's codec for values. The same happens in a step in which a rank's selection is longer than the
+codec's bound: an empty message tells the others.
 
-A rank that was started again takes part from a step on that the caller says on all ranks, by `delivers`.
+The caller says, by `delivers`, equally on all ranks, from which step on a restarted rank takes part.
 
-When a rank leaves, the others agree on the first step that it has no part in (`Membership.delivers`), and begin that
-one again without it where they had begun. A rank that has sent a mean, or a sparse vector, ends the step before it
-leaves, for others may have what they need; before that, nobody can. When a rank is lost, which no step is ended before,
-the others find out whether one of them has ended it with that rank: see `hop_tf.collectives.ended_steps`.
+When a rank leaves, the others agree on the first step without it (`Membership.delivers`). If they have begun this step
+already, they begin it again without the rank. A rank that has sent a mean, or a sparse vector, ends the step before it
+leaves, because others may have all they need. Before the rank sends such data, no rank can have a mean. A lost rank may
+not have ended the step. Then the others find out if any of them has ended the step with the lost rank: see
+`hop_tf.collectives.ended_steps`.
 
 References:
   Thakur, Rabenseifner, Gropp. Optimization of Collective Communication Operations in MPICH. IJHPCA 2005.
@@ -46,10 +49,10 @@ from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.tensors.buffers import BufferPool
 
-# Values of a chunk. Large enough that Python costs little, and small enough that a piece has several.
+# Values of a chunk. Large enough that Python costs little, and small enough that a piece has several chunks.
 CHUNK_VALUES = 1 << 19
 
-# The turn of whole vectors, and what a rank sends in the place of one that is too long to go whole.
+# The turn of whole vectors, and the data that a rank sends instead of a vector that is too long to go whole.
 _WHOLE = (1 << 32) - 1
 _TOO_LONG = np.empty(0, np.uint8)
 
@@ -58,21 +61,21 @@ class AllReduce(abc.ABC):
     """Means of the same vectors, step by step.
 
     Attributes:
-      passes_sums: Whether ranks pass on sums of several ranks' values, and not only their own values and means.
-      takes_turns: Whether what `_reduce` sends may wait until it next receives, and it receives after its last send:
+      passes_sums: True if ranks pass on sums of several ranks' values, and not only their own values and means.
+      takes_turns: True if `_reduce` may hold its messages until it next receives, and receives after its last send:
         see `Operation.swaps`.
 
     Args:
       membership: Waiting and transport.
-      name: Names these vectors; equal on all ranks.
+      name: Name of these vectors, equal on all ranks.
       sizes: Number of values of each vector.
       dtypes: NumPy dtype of each vector.
-      codecs: What each vector is encoded with. Lossy ones take float32, bfloat16 and float16.
-      pool: Where large arrays come from.
+      codecs: Codec of each vector. Lossy codecs take float32, bfloat16 and float16.
+      pool: Provides large arrays.
       chunk_values: Values of a chunk; equal on all ranks.
-      lane: What messages travel on whose way no network tells. Default None: as for `Transport.send`.
-      recovers: Whether the others go on, with equal means, when a rank is lost within a step, where `membership` does.
-        A copy of the last means is kept for that. Default False: those that lack what it was to send raise.
+      lane: Lane of messages for which no network names one. Default None: as for `Transport.send`.
+      recovers: True if the others go on with equal means when a rank is lost within a step, provided that `membership`
+        goes on. A copy of the last means is kept for that. Default False: ranks that lack the lost rank's data raise.
     """
 
     passes_sums: ClassVar[bool] = True
@@ -101,36 +104,36 @@ class AllReduce(abc.ABC):
             make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
             for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
         ]
-        self._joints: dict[tuple[int, ...], Vectors] = {}  # By those that go together.
+        self._joints: dict[tuple[int, ...], Vectors] = {}  # By the indices of the vectors that travel together.
         for vector in self._vectors:
             vector.recorder = membership.recorder
 
     def reset(self, session: int) -> None:
-        """Prepares for step 0 of `session`. What codecs have lost is not forgotten."""
+        """Prepares for step 0 of `session`. Residuals of codecs are kept."""
         with self._membership.monitor:
             self._mailbox.clear(session)
             if self._ended_steps is not None:
                 self._ended_steps.reset()
 
     def begin_at(self, step: int) -> None:
-        """This rank takes part from `step` on, as a process that was started again. With the monitor held."""
+        """Makes this restarted process take part from `step` on. With the monitor held."""
         self._mailbox.begin_at(step)
 
     def common_state(self) -> Sequence[np.ndarray]:
-        """What is equal on all ranks between two steps, and a newcomer has to take over: nothing."""
+        """The state between two steps that is equal on all ranks, and that a newcomer takes over: none."""
         return ()
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """Takes over the bytes of what `common_state` has given on another rank."""
+        """Takes over another rank's `common_state`, as bytes."""
 
     def take_residuals(self) -> list[np.ndarray]:
-        """What error feedback would add to this rank's vectors of the next step, and adds no more.
+        """Removes and returns the residuals that error feedback would add to this rank's vectors of the next step.
 
-        For schemes that keep it in another form. Together with all means so far, times the number of ranks, the
-        residuals of all ranks are the sum of all vectors so far.
+        For schemes that keep residuals in another form. All means so far times the number of ranks, plus the residuals
+        of all ranks, are the sum of all vectors so far.
 
         Returns:
-          Of each vector, in float32: zeros where its codec has no error feedback.
+          A residual for each vector, in float32: zeros if its codec has no error feedback.
         """
         return [vector.take_residual() for vector in self._vectors]
 
@@ -154,25 +157,24 @@ class AllReduce(abc.ABC):
 
         Args:
           step: Number of the step: 0, 1, 2, ... in each session, equal on all ranks.
-          vectors: 1-D arrays, of the sizes and dtypes given. They are read after this has returned: nobody writes to
-            them.
-          delivers: `delivers(rank, step)`: whether `rank` takes part, as `Membership.delivers` tells.
-          before_commit: Called before anything is sent that lets others have a mean of this step. It may block, and
-            raise `Interrupted`; then nobody has one with this rank.
-          is_committed: Whether others may have what belongs together with this step's mean: then `Interrupted` is not
-            raised, and `before_commit` not called. Default False.
-          training_step: What errors call the step. Default None: `step`.
-          codec_step: What codecs take the step for, whose settings change with time. Default None: `step`.
+          vectors: 1-D arrays, of the sizes and dtypes given. They are read after this call returns. Do not modify them.
+          delivers: `delivers(rank, step)` is True if `rank` takes part; see `Membership.delivers`.
+          before_commit: Called before this rank sends anything with which others can complete a mean of this step. May
+            block, and raise `Interrupted`. Then no rank has a mean with this rank's part.
+          is_committed: True if others may have data that belong together with this step's mean. Then `Interrupted` is
+            not raised, and `before_commit` is not called. Default False.
+          training_step: The step's number in errors. Default None: `step`.
+          codec_step: The step's number for codecs whose settings change with time. Default None: `step`.
 
         Returns:
-          The means, in the order of `vectors`; equal to the bit on all ranks. Sums are kept in float32 at least.
+          The means, in the order of `vectors`, equal to the bit on all ranks. Sums are kept in float32 at least.
 
-        Blocks: until all ranks that take part have sent their vectors; not where all of these are empty.
+        Blocks: until all ranks that take part have sent their vectors. Does not block if all vectors are empty.
 
         Raises:
           HopError: As `Membership.wait` does.
-          Interrupted: If this rank leaves the session before anybody can have a mean of this step.
-          ProtocolError: If another rank has sent what cannot be decoded.
+          Interrupted: If this rank leaves the session before any rank can have a mean of this step.
+          ProtocolError: If the data of another rank cannot be decoded.
         """
         training_step = step if training_step is None else training_step
         codec_step = step if codec_step is None else codec_step
@@ -194,7 +196,7 @@ class AllReduce(abc.ABC):
                 if self._ended_steps is not None:
                     self._ended_steps.end(operation, means)
             except RanksChanged:
-                is_committed = operation.is_committed  # For those that may have the mean of an earlier attempt.
+                is_committed = operation.is_committed  # Others may have the mean of an earlier attempt.
                 means = self._recovered(operation, vectors)
                 if means is None:
                     continue
@@ -210,8 +212,8 @@ class AllReduce(abc.ABC):
             return means
 
     def _recovered(self, operation: Operation, vectors: Sequence[np.ndarray]) -> list[np.ndarray] | None:
-        """The means of an attempt that has failed here, if another rank has them; they are this rank's to write to."""
-        # Before a rank has committed nobody has a mean with it, and where none was lost nobody lacks what others have.
+        """The means of an attempt that has failed here, if another rank has them. The caller may write to them."""
+        # Before this rank has committed, no rank has a mean with its part. Without a loss, no rank has means alone.
         if self._ended_steps is None or not operation.is_committed or not operation.is_broken_by_loss():
             return None
         data = self._ended_steps.find(operation)
@@ -233,7 +235,7 @@ class AllReduce(abc.ABC):
             for vector, values, mean in zip(self._vectors, vectors, means, strict=True):
                 np.copyto(mean, vector.corrected(values))
             return means
-        together = []  # The others go whole, or are empty: then no rank waits for another one.
+        together = []  # The other vectors go whole, or are empty: ranks do not wait for each other then.
         for index, (values, mean) in enumerate(zip(vectors, means, strict=True)):
             if values.size and not self._goes_whole(operation, index, values, mean, codec_step):
                 together.append(index)
@@ -249,7 +251,7 @@ class AllReduce(abc.ABC):
     def _goes_whole(
         self, operation: Operation, index: int, values: np.ndarray, mean: np.ndarray, codec_step: int
     ) -> bool:
-        """Averages a vector that a sparse codec shortens enough; False if it is to go in pieces."""
+        """Averages a vector that a sparse codec shortens enough. Returns False if the vector is to go in pieces."""
         vector = self._vectors[index]
         codec = vector.sparse_codec(codec_step, len(operation.ranks))
         if codec is None:
@@ -265,14 +267,14 @@ class AllReduce(abc.ABC):
     def _gather(
         self, operation: Operation, vector: SparseVector, codec: Sparse, values: np.ndarray, result: np.ndarray
     ) -> bool:
-        """Sends all of an encoded vector to all others, and adds those of all ranks; False if one is too long."""
+        """Sends an encoded vector whole to all others, and adds all ranks' vectors; False if one is too long."""
         ranks, mine = operation.ranks, operation.index
         values = vector.corrected(values)
         own, is_short = _TOO_LONG, vector.is_short(values, codec, len(ranks))
         if is_short:
             own = vector.encode_whole(values, codec)
             operation.commit()
-        for offset in range(1, len(ranks)):  # Everybody begins with the next rank.
+        for offset in range(1, len(ranks)):  # Each rank begins with the next rank.
             operation.send(ranks[(mine + offset) % len(ranks)], _WHOLE, 0, [own])
         if not is_short:
             return False
@@ -290,19 +292,19 @@ class AllReduce(abc.ABC):
         """Sends and receives chunks until `results` hold the means."""
 
     def settle(self, deadline: float) -> None:
-        """Waits until nobody can need what this rank has of its last step; see `EndedSteps.settle`."""
+        """Waits until no rank can need this rank's means of its last step; see `EndedSteps.settle`."""
         if self._ended_steps is not None:
             self._ended_steps.settle(deadline)
 
     def close(self) -> None:
-        """Takes no more messages."""
+        """Stops taking messages."""
         self._mailbox.close()
         if self._ended_steps is not None:
             self._ended_steps.close()
 
 
 class MeshAllReduce(AllReduce):
-    """See above."""
+    """All-reduce over a mesh: see the module."""
 
     passes_sums = False
     takes_turns = True
@@ -311,7 +313,7 @@ class MeshAllReduce(AllReduce):
     def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         ranks, mine = operation.ranks, operation.index
         pieces = vectors.pieces(len(ranks))
-        # Everybody begins with the next rank: nobody is sent to by all at once.
+        # Each rank begins with the next rank, so that not all ranks send to the same one at once.
         others = [(mine + offset) % len(ranks) for offset in range(1, len(ranks))]
         for chunk, owner, where in _by_chunk(pieces, others):
             operation.send(ranks[owner], self._SCATTER, chunk, vectors.encode(values, where))
@@ -333,7 +335,7 @@ class MeshAllReduce(AllReduce):
 
 
 class RingAllReduce(AllReduce):
-    """See above."""
+    """All-reduce over a ring: see the module."""
 
     takes_turns = True
 
@@ -367,7 +369,7 @@ ALGORITHMS = {"mesh": MeshAllReduce, "ring": RingAllReduce}
 
 
 def _by_chunk(pieces: Sequence[Sequence[Where]], owners: Sequence[int]) -> Iterator[tuple[int, int, Where]]:
-    """Yields (number of the chunk, owner, where) for the pieces of `owners`: first the first chunk of each."""
+    """Yields (number of the chunk, owner, where) for the pieces of `owners`. The first chunks of all come first."""
     for chunk in range(max(len(pieces[owner]) for owner in owners)):
         for owner in owners:
             if chunk < len(pieces[owner]):

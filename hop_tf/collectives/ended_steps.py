@@ -1,21 +1,21 @@
-"""`EndedSteps`: how ranks go on together when one is lost in the middle of an all-reduce.
+"""`EndedSteps`: lets ranks go on together when one is lost in the middle of an all-reduce.
 
-A rank may be lost when some have all they need to end a step with it, and others do not. What those have ended counts:
-the others take their means. If nobody who is left has ended the step, all begin it again without the lost rank. Each
-rank whose attempt at a step is broken by a loss finds out which it is:
+When a rank is lost, some ranks may have all data to end a step with it, and others may not. If a remaining rank has
+ended the step, that counts: the others take its means. If no remaining rank has, all begin the step again without the
+lost rank. Each rank whose attempt at a step is broken by a loss finds out which case it is:
 
-    tells all others that take part whom it takes for lost, and asks them whether they have ended the step
-    takes the means of one that has; where all have not, begins the step again
-    asks all once more if one that takes part goes meanwhile
+    The rank tells all others that take part which ranks are lost, and asks them if they have ended the step.
+    It takes the means of a rank that has. If all have not, it begins the step again.
+    If a rank that takes part leaves or is lost meanwhile, it asks all once more.
 
-The answer "not ended" is final. Who knows that a rank is lost ends no attempt with that one any more (`end`), and takes
-no means from it (`_on_means`). So from then on a step can be ended in an attempt without the lost rank only; and that
-takes what all have to send in it, also the one that asks, which sends nothing of the kind before all have answered.
+The answer "not ended" is final. A rank that knows of a loss ends no further attempt with the lost rank (`end`), and
+takes no means from it (`_on_means`). From then on, a step can only end in an attempt without the lost rank. Such an
+attempt needs data from all ranks, including the rank that asks, and that rank sends none before all have answered.
 
-Hence all ranks that go on have the same means of a step. Each contribution is in them once, or, that of a lost rank,
-perhaps not at all. The last step's means are enough to answer: nobody ends the next step before all that are left have
-ended this one. They are kept when the next session has begun, too: a rank that has ended early may be asked then. And
-no process ends before the others have ended its last step (`settle`).
+So all ranks that go on have the same means of a step. Each contribution is in them once. Only the contribution of a
+lost rank may be missing. The last step's means are enough to answer: no rank ends a step before all remaining ranks
+have ended the previous step. The means are kept even when the next session has begun, because a rank that has ended
+early may be asked then. And no process exits before the others have ended its last step (`settle`).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from hop_tf.membership import Membership
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import BULK_LANE, Message
 
-# What it is, session, step, and a number: that of the question, or of means, that of their ranks.
+# Kind, session, step, and a number: the question's, or, with means, the digest of their ranks.
 _HEADER = struct.Struct("<BqqI")
 _Place = tuple[int, int]  # Session, step.
-# How often a rank that is about to end asks whether the others have ended the step.
+# Interval at which a rank that is about to exit asks if the others have ended the step.
 _PERIOD_SECONDS = 0.25
 
 
 class _Kind(enum.IntEnum):
-    """What a message is: "have you ended this step?", the answers to it, "give me its means", and these."""
+    """The kinds of messages: "have you ended this step?", the two answers, "give me its means", and the means."""
 
     QUESTION = 0
     NOT_ENDED = 1
@@ -52,7 +52,7 @@ class _Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class _Ended:
-    """A step that this rank has ended: where, with which processes, and its means, which nobody writes to."""
+    """A step that this rank has ended: its place, its processes, and its means, which must not be modified."""
 
     place: _Place
     ranks: Sequence[int]
@@ -62,12 +62,12 @@ class _Ended:
 
 
 class EndedSteps:
-    """The last step that this rank has ended, and whether others have ended the one that it is in.
+    """The last step that this rank has ended, and questions to others about the step that it is in.
 
     Args:
       membership: Waiting and transport.
-      name: That of the all-reduce.
-      pool: Where copies of means come from.
+      name: Name of the all-reduce.
+      pool: Provides copies of means.
     """
 
     def __init__(self, membership: Membership, name: str, pool: BufferPool):
@@ -75,23 +75,23 @@ class EndedSteps:
         self._pool = pool
         self._queue = f"ended_steps/{name}"
         self._ended = _Ended((0, -1), (), (), 0, ())
-        # What this rank asks about, in which attempt; the number of its latest question, and who has answered what.
+        # The attempt that this rank asks about, the number of its latest question, and the answer of each rank.
         self._asked: Operation | None = None
         self._number = 0
         self._answers: dict[int, bool] = {}
         membership.transport.register(self._queue, self._on_message)
 
     def end(self, operation: Operation, means: Sequence[np.ndarray]) -> None:
-        """This rank has all means of a step: it has ended it, unless a rank that takes part has gone before.
+        """Ends a step of which this rank has all means.
 
         Args:
           operation: The attempt.
-          means: The means; copied, as callers may write to theirs.
+          means: The means. They are copied, because callers may write to theirs.
 
         Raises:
-          RanksChanged: If a rank that was to take part has gone.
+          RanksChanged: If a rank that was to take part has left, or was lost. The step is not ended then.
         """
-        copies = [self._copy(mean) for mean in means] if len(operation.ranks) > 1 else []  # Alone, nobody asks.
+        copies = [self._copy(mean) for mean in means] if len(operation.ranks) > 1 else []  # No other rank can ask.
         with self._membership.monitor:
             operation.check_ranks()
             self._ended = _Ended(
@@ -104,7 +104,7 @@ class EndedSteps:
         return copy
 
     def reset(self) -> None:
-        """Gives up what this rank has asked about. The monitor must be held."""
+        """Gives up this rank's question. The monitor must be held."""
         self._asked = None
 
     def find(self, operation: Operation) -> np.ndarray | None:
@@ -114,8 +114,8 @@ class EndedSteps:
           operation: The attempt.
 
         Returns:
-          The bytes of all means, read-only, if somebody who is left has ended the step; then so has this rank. Else
-          None: those that are left may begin it again.
+          The bytes of all means, read-only, if a remaining rank has ended the step. Then this rank has ended it, too.
+          Otherwise None: the remaining ranks may begin the step again.
 
         Blocks: until all ranks that take part have answered, or one of them has sent the means.
 
@@ -140,19 +140,19 @@ class EndedSteps:
                     return None
 
     def _ask(self, operation: Operation, place: _Place) -> list[int]:
-        """Asks all others that take part: these, beginning with the next rank, so that not all take the same means."""
+        """Asks all others that take part. Returns them from the next rank on, so that ranks take different means."""
         rank = self._membership.rank
         with self._membership.monitor:
             others = sorted(set(operation.present()) - {rank}, key=lambda other: (other < rank, other))
             self._asked = operation
             self._begin_question()
         for other in others:
-            self._membership.tell_of_lost(other)  # It knows when it answers: that comes on the same lane.
+            self._membership.tell_of_lost(other)  # On the question's lane, so that it arrives before the question.
         self._send_question(place, others)
         return others
 
     def _begin_question(self) -> None:
-        """Answers to former questions do not count any more. The monitor must be held."""
+        """Begins a question, so that answers to former ones no longer count. The monitor must be held."""
         self._number += 1
         self._answers.clear()
 
@@ -161,13 +161,13 @@ class EndedSteps:
             self._membership.notify(rank, self._queue, _HEADER.pack(_Kind.QUESTION, *place, self._number))
 
     def _unanswered(self, others: Sequence[int]) -> list[int]:
-        """Whose answer is awaited: nobody's once one has ended the step."""
+        """The ranks whose answers are awaited; none if one has answered that it has ended the step."""
         return [] if any(self._answers.values()) else [rank for rank in others if rank not in self._answers]
 
     def _wait(
         self, operation: Operation, place: _Place, others: Sequence[int], awaited: Callable[[Sequence[int]], list[int]]
     ) -> None:
-        """Waits until nobody is awaited, this rank has the means, or somebody who takes part has gone."""
+        """Waits until no rank is awaited, this rank has the means, or a rank that takes part is gone."""
 
         def missing() -> list[int]:
             is_over = self._ended.place == place or not self._takes_part_still(operation, others)
@@ -178,20 +178,20 @@ class EndedSteps:
         )
 
     def _takes_part_still(self, operation: Operation, others: Collection[int]) -> bool:
-        """Whether all others that were asked do."""
+        """True if exactly the ranks that were asked, and this one, still take part."""
         return set(operation.present()) == {self._membership.rank, *others}
 
     def _place_of(self, operation: Operation) -> _Place:
         return self._membership.session, operation.step
 
     def settle(self, deadline: float) -> None:
-        """Waits until all that are left have ended the last step that this rank has: they may need its means for that.
+        """Waits until all remaining ranks have ended this rank's last step, because they may need its means for that.
 
         Args:
-          deadline: On the monitor's clock. It waits no longer.
+          deadline: The latest end of the wait, on the monitor's clock.
 
-        Blocks: while others are in that step, which has all that this rank was to send; so until they have noticed that
-          another one is lost.
+        Blocks: while others are in that step. They already have all of this rank's data for it, so this lasts at most
+          until they notice that another rank is lost.
         """
         membership, ended = self._membership, self._ended
 
@@ -207,13 +207,13 @@ class EndedSteps:
             return [rank for rank in there if membership.listens(rank) and not self._answers.get(rank)]
 
         with membership.monitor:
-            self._begin_question()  # Once: the way may be longer than the time until it is put again.
+            self._begin_question()  # Once: a round trip may take longer than the interval between questions.
         while (others := awaited()) and membership.monitor.now() < deadline:
             self._send_question(ended.place, others)
             membership.wait_until(lambda: not awaited(), _PERIOD_SECONDS)
 
     def close(self) -> None:
-        """Answers no more, and forgets the means."""
+        """Stops answering, and forgets the means."""
         self._membership.transport.unregister(self._queue)
         with self._membership.monitor:
             self._ended = dataclasses.replace(self._ended, means=())
@@ -235,14 +235,14 @@ class EndedSteps:
             self._membership.monitor.notify_all()
 
     def _answer(self, asker: int, place: _Place, kind: int, number: int) -> None:
-        """Answers, without the monitor where there may be no room for means."""
+        """Answers, without the monitor held, because sending means may block."""
         with self._membership.monitor:
             ended = self._ended
         if kind == _Kind.QUESTION:
             answer = _Kind.ENDED if ended.place >= place else _Kind.NOT_ENDED
             self._membership.notify(asker, self._queue, _HEADER.pack(answer, *place, number))
         elif ended.place == place and ended.means:
-            # Else the others have gone on without the one that asks, or this rank closes: it will hear of that.
+            # Otherwise the others have gone on without the asking rank, or this rank closes. The asker will hear of it.
             header = _HEADER.pack(_Kind.MEANS, *place, ended.digest)
             self._membership.send(
                 asker, self._queue, header, ended.means, BULK_LANE, step=place[1], interruptible=False
@@ -255,7 +255,7 @@ class EndedSteps:
         if asked is None or self._place_of(asked) != place or (departure is not None and departure.lost):
             return
         if (message.sender, self._membership.incarnation_of(message.sender)) not in asked.processes:
-            return  # It was lost, and has joined again since.
+            return  # The sender was lost, and has joined again since.
         if asked.digest != digest:
             raise ProtocolError(
                 f"rank {self._membership.rank}: rank {message.sender} has ended step {place[1]} with other ranks than "

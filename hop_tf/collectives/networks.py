@@ -1,15 +1,15 @@
-"""Networks: on which ways the pieces of a vector are gathered from all ranks, and spread to all.
+"""Networks: the routes on which the pieces of a vector are gathered from all ranks, and spread to all.
 
 A vector is cut into as many pieces as a network has *routes*. A route is a tree over all ranks. A piece goes up the
-tree, each rank adds its own, and the root has the sum; that goes down the same tree. So a rank and its parent are
-neighbors in the network, and the edge between them has a *level*: the interface that it is on.
+tree, each rank adds its own part, and the root has the sum. The sum goes down the same tree. A rank and its parent are
+neighbors in the network, and the edge between them has a *level*: its interface.
 
     mesh           n routes. The root of route q is rank q, and all others are its children: two steps.
     bcube(a, b)    n = a^b ranks, whose digits to base a are their address: W(i, j) is rank a i + j. Ranks that differ
                    in one digit only, the l-th from the right, are a cube of level l, on interface l. There are b
-                   threads with n routes each: that of thread t and root q sets the digits t, t + 1, ... (modulo b) one
-                   after the other to those of q. So b threads are on b interfaces in each of 2 b steps (Table 2).
-    tree(a)        n routes. The root of route q is rank q; each rank has at most a children. One interface, as in a
+                   threads with n routes each. The route of thread t and root q sets the digits t, t + 1, ... (modulo b)
+                   one after the other to those of q. So b threads use b interfaces in each of 2 b steps (Table 2).
+    tree(a)        n routes. The root of route q is rank q. Each rank has at most a children. One interface, as in a
                    FatTree, and 2 log_a(n) steps between few neighbors.
 
 References:
@@ -36,9 +36,9 @@ class Route:
 
     Attributes:
       root: The rank that has the sum.
-      thread: Which of the network's threads the piece belongs to.
-      parents: For every rank its parent; None for the root.
-      levels: For every rank the interface of the edge to its parent; 0 for the root.
+      thread: Number of the network's thread that the piece belongs to.
+      parents: The parent of every rank; None for the root.
+      levels: For every rank, the interface of the edge to its parent; 0 for the root.
     """
 
     root: int
@@ -48,7 +48,7 @@ class Route:
 
     @functools.cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """For every rank its children, in order."""
+        """The children of every rank, in order."""
         children = [[] for _ in self.parents]
         for rank, parent in enumerate(self.parents):
             if parent is not None:
@@ -57,11 +57,11 @@ class Route:
 
     @property
     def depth(self) -> int:
-        """How many messages follow each other on the way up."""
+        """The number of messages that follow each other on the way up."""
         return max(map(self.num_hops, range(len(self.parents))))
 
     def num_hops(self, rank: int) -> int:
-        """How far it is from `rank` to the root."""
+        """The number of edges from `rank` to the root."""
         return len(list(self.path(rank)))
 
     def path(self, rank: int) -> Iterable[int]:
@@ -71,33 +71,33 @@ class Route:
 
 
 class Network(abc.ABC):
-    """See above. Equal settings make equal networks.
+    """A network: see the module. Equal settings make equal networks.
 
     Attributes:
-      num_levels: Interfaces of a rank.
+      num_levels: Number of interfaces of a rank.
     """
 
     num_levels: int = 1
 
     @abc.abstractmethod
     def routes(self, world_size: int) -> tuple[Route, ...]:
-        """The routes among so many ranks."""
+        """The routes among `world_size` ranks."""
 
     def check_world_size(self, world_size: int) -> None:
-        """Raises ValueError if the network cannot have so many ranks."""
+        """Raises ValueError if the network cannot have `world_size` ranks."""
 
     def routes_among(self, num_ranks: int) -> tuple[Route, ...]:
-        """The routes among so many ranks; those of a mesh, where the network cannot have so many."""
+        """The routes among `num_ranks` ranks; those of a mesh if the network cannot have that number."""
         return (self if self.can_have(num_ranks) else Mesh()).routes(num_ranks)
 
     def can_have(self, num_ranks: int) -> bool:
-        """Whether the network can have so many ranks."""
+        """True if the network can have `num_ranks` ranks."""
         return num_ranks >= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Mesh(Network):
-    """Everybody is everybody's neighbor."""
+    """A network in which all ranks are neighbors."""
 
     @functools.cache  # noqa: B019 (of small, frozen objects)
     def routes(self, world_size: int) -> tuple[Route, ...]:
@@ -116,11 +116,11 @@ class BCube(Network):
     """BCube(alpha, beta).
 
     Attributes:
-      alpha: Ports of a switch: ranks of a cube; at least 1.
-      beta: Levels; at least 1.
+      alpha: Number of ports of a switch, which is the number of ranks of a cube; at least 1.
+      beta: Number of levels; at least 1.
 
     Raises:
-      ValueError: If a number is less, or there are more than 16 levels or 65,536 ranks.
+      ValueError: If a number is below 1, or there are more than 16 levels or 65,536 ranks.
     """
 
     alpha: int
@@ -129,7 +129,7 @@ class BCube(Network):
     def __post_init__(self):
         if self.alpha < 1 or self.beta < 1:
             raise ValueError(f"{_RULE}, with numbers of at least 1. Received: algorithm='{self}'.")
-        # First the exponent: the power of a large one takes hours.
+        # Checks the exponent first: a large power would take hours.
         if self.beta > _MAX_LEVELS or self.alpha**self.beta > _MAX_RANKS:
             raise ValueError(
                 f"`algorithm` must have at most {_MAX_LEVELS} levels and {_MAX_RANKS} ranks. "
@@ -151,11 +151,11 @@ class BCube(Network):
             )
 
     def address(self, rank: int) -> tuple[int, ...]:
-        """The digits of a rank, that of the highest level first: W(i, j) for two levels."""
+        """The digits of a rank, the highest level's first: W(i, j) for two levels."""
         return tuple(self.digit(rank, level) for level in reversed(range(self.beta)))
 
     def rank(self, address: Sequence[int]) -> int:
-        """The rank that has an address."""
+        """The rank with an address."""
         if len(address) != self.beta or not all(0 <= digit < self.alpha for digit in address):
             raise ValueError(
                 f"`address` must be {self.beta} digits from 0 to {self.alpha - 1}. Received: address={tuple(address)}."
@@ -163,11 +163,11 @@ class BCube(Network):
         return functools.reduce(lambda number, digit: number * self.alpha + digit, address, 0)
 
     def digit(self, rank: int, level: int) -> int:
-        """The digit of a rank that tells its place in its cube of a level."""
+        """The digit of a rank that is its place in its cube of a level."""
         return rank // self.alpha**level % self.alpha
 
     def cube(self, rank: int, level: int) -> tuple[int, ...]:
-        """The ranks of the cube of a level that `rank` is in, itself included, in the order of their places."""
+        """The ranks of the cube of a level that `rank` is in, `rank` included, in the order of their places."""
         place = self.alpha**level
         first = rank - self.digit(rank, level) * place
         return tuple(first + digit * place for digit in range(self.alpha))
@@ -197,10 +197,10 @@ class BCube(Network):
 
 @dataclasses.dataclass(frozen=True)
 class Tree(Network):
-    """Trees with few children: what a FatTree's single interfaces are good for.
+    """Trees with few children, for ranks with a single interface, as in a FatTree.
 
     Attributes:
-      num_children: Most children of a rank; at least 1.
+      num_children: Limit on the children of a rank; at least 1.
     """
 
     num_children: int = 2
@@ -232,7 +232,7 @@ def get_network(algorithm: str) -> Network:
       The network.
 
     Raises:
-      ValueError: If there is none of that name.
+      ValueError: If there is no such network.
     """
     match = _PATTERN.fullmatch(algorithm.replace(" ", "")) if isinstance(algorithm, str) else None
     numbers = [int(number) for number in (match["numbers"] or "").split(",") if number] if match else []

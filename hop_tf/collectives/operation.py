@@ -1,4 +1,4 @@
-"""`Operation`: how one rank sends and receives the chunks of an all-reduce. See `hop_tf.collectives.all_reduce`."""
+"""`Operation`: sends and receives the chunks of an all-reduce on one rank. See `hop_tf.collectives.all_reduce`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hop_tf.transport.base import Expected, Message, ToSend
 _HEADER = struct.Struct("<qIIII")
 _Attempt = tuple[int, int]  # Step, the processes that take part.
 _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
-Data = Sequence[np.ndarray]  # A chunk, encoded: of each of the vectors that go together, its part.
+Data = Sequence[np.ndarray]  # An encoded chunk: a part of each of the vectors that travel together.
 
 
 class RanksChanged(Exception):
@@ -30,15 +30,15 @@ class Operation:
 
     Attributes:
       ranks: The ranks, in order.
-      incarnations: Which process each of them is.
+      incarnations: The incarnation of each rank.
       index: This rank's place in `ranks`.
       step: Number of the step.
-      training_step: What errors call it.
-      digest: A number that stands for the ranks, and their processes.
-      vector: Number of the vector that is at work, or of the first one of several.
-      is_committed: Whether others may have a mean of the step.
-      swaps: Whether this thread itself writes and reads what it can (see `Transport.swap`). What is sent then goes
-        with the next `receive`. Not if there is so much that it should travel while this rank computes.
+      training_step: The step's number in errors.
+      digest: A digest of the ranks and their incarnations.
+      vector: Number of the present vector, or of the first of several.
+      is_committed: True if others may have a mean of the step.
+      swaps: True if this thread itself writes and reads messages when it can (see `Transport.swap`). Chunks are then
+        sent with the next `receive`. False for large data, which should travel while this rank computes.
 
     Raises:
       PeerLostError: While receiving: if a rank that was to take part has ended the step in another attempt.
@@ -65,12 +65,12 @@ class Operation:
         self._before_commit = before_commit
         self.training_step = training_step
         self._lane = lane
-        membership.check()  # Who is alone waits for nobody, and would not hear that the job has ended.
+        membership.check()  # A single rank does not wait, and would not notice that the job has ended.
         with membership.monitor:
             self._version = membership.version
             self.ranks = self.present()
             self.incarnations = self._incarnations_now()
-            # Who recovers begins an attempt when it knows that nobody has ended another one.
+            # With `recovers`, a rank begins an attempt only if no remaining rank has ended another one.
             self._ended = [] if recovers else self._may_end_without_this(is_first)
         self.index = self.ranks.index(membership.rank)
         self.digest = zlib.crc32(np.array([self.ranks, self.incarnations], np.int32).tobytes())
@@ -79,26 +79,26 @@ class Operation:
         self.is_committed = is_committed
         self.swaps = False
         self._to_send: list[ToSend] = []
-        self._data: Data | None = None  # What was sent last, and its payload.
+        self._data: Data | None = None  # The last data sent, and its payload.
         self._payload: Data = ()
 
     @property
     def processes(self) -> list[tuple[int, int]]:
-        """Rank and incarnation of those that take part."""
+        """Rank and incarnation of the processes that take part."""
         return list(zip(self.ranks, self.incarnations, strict=True))
 
     def present(self) -> list[int]:
-        """The ranks that take part as far as this rank knows now. Called with the monitor held, as is `check_ranks`."""
+        """The ranks that take part as far as this rank knows now. This and `check_ranks` need the monitor held."""
         rank = self._membership.rank
         return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
 
     def _incarnations_now(self) -> list[int]:
-        """Which processes the ranks of this attempt are."""
+        """The present incarnations of the ranks of this attempt."""
         known = self._membership.incarnations
         return [known.get(rank, 0) for rank in self.ranks]
 
     def _has_changed(self) -> bool:
-        """True if other ranks, or other processes, take part now. Looks at them only after something has changed."""
+        """True if other ranks, or other processes, take part now. Cheap while `Membership.version` stays."""
         if (version := self._membership.version) == self._version:
             return False
         if self.present() != self.ranks or self._incarnations_now() != self.incarnations:
@@ -107,10 +107,11 @@ class Operation:
         return False
 
     def _may_end_without_this(self, is_first: bool) -> list[int]:
-        """Those that have left before this attempt; and, before this rank has sent a mean, those that leave in it.
+        """The ranks that may end the step without this rank: those that have left before this attempt.
 
-        The latter where a rank was lost: others may have had from it what they needed for the attempt before. Between
-        two sessions all have left the last one, and take part nevertheless.
+        If a rank was lost, and this is not the first attempt, the result is all ranks: others may have had the lost
+        rank's data for the previous attempt. This holds until this rank has sent a mean. Between two sessions the
+        result is empty: all ranks have left the last session, and take part nevertheless.
         """
         if self._membership.has_left:
             return []
@@ -120,14 +121,14 @@ class Operation:
         return [rank for rank in self.ranks if departures[rank] is not None]
 
     def commit(self) -> None:
-        """From now on others may have a mean of this step: it is ended, even if this rank is about to leave."""
+        """Called before others may have a mean of this step. The step will then be ended, even if this rank leaves."""
         self._ended = []
         if not self.is_committed:
             self._before_commit()
             self.is_committed = True
 
     def send(self, rank: int, turn: int, chunk: int, data: Data, lane: int | None = None) -> None:
-        """Sends a chunk. Default lane: that of the operation."""
+        """Sends a chunk. Default lane: the operation's."""
         header = _HEADER.pack(*self._attempt, self.vector, turn, chunk)
         payload = self._payload_of(data)
         if self.swaps:
@@ -137,7 +138,7 @@ class Operation:
         self._mailbox.queue.send(rank, header, payload, lane, **self._how_to_send())
 
     def _payload_of(self, data: Data) -> Sequence[np.ndarray]:
-        if data is not self._data:  # Often all ranks get the same.
+        if data is not self._data:  # Often all ranks get the same data.
             self._data, self._payload = data, payloads.join(data) if self._several else data
         return self._payload
 
@@ -145,16 +146,16 @@ class Operation:
         return {"step": self.training_step, "interruptible": not self.is_committed}
 
     def key(self, sender: int, turn: int, chunk: int) -> _Key:
-        """Names a chunk that `receive_any` may take; `sender` is a place in `ranks`."""
+        """The key of a chunk that `receive_any` may take. `sender` is a place in `ranks`."""
         return self.ranks[sender], self.vector, turn, chunk
 
     def begin(self, vectors: Sequence[int]) -> None:
-        """From now on, what is sent and received is of these vectors, by their numbers."""
+        """Begins the exchange of these vectors, given by their numbers: later chunks belong to them."""
         self.vector, *others = vectors
         self._several = bool(others)
 
     def receive(self, senders: Sequence[int], turn: int, chunk: int) -> list[Data]:
-        """Takes the same chunk of several ranks."""
+        """Takes the same chunk from several ranks."""
         keys = [(sender, self.vector, turn, chunk) for sender in senders]
 
         def missing() -> list[int]:
@@ -171,7 +172,7 @@ class Operation:
         return [self._data_of(payload) for payload in taken]
 
     def _swap(self, keys: Sequence[_Key]) -> list[np.ndarray] | None:
-        """Sends what is to be sent, and receives chunks; None unless all have come, and none waited in the mailbox."""
+        """Sends held chunks, and receives chunks. Returns None unless all have come here, none through the mailbox."""
         to_send, self._to_send = self._to_send, []
         return self._mailbox.swap(self._attempt, to_send, keys, self._lane, **self._how_to_send())
 
@@ -179,7 +180,7 @@ class Operation:
         return payloads.split(payload) if self._several else [payload]
 
     def receive_any(self, keys: Collection[_Key]) -> tuple[_Key, Data]:
-        """Takes that of several chunks which is there first, and says which one that is."""
+        """Takes the first of several chunks to arrive. Returns its key and its data."""
 
         def missing() -> list[int]:
             there = self._mailbox.of(self._attempt)
@@ -210,7 +211,7 @@ class Operation:
             )
 
     def _told_whom(self, missing: Callable[[], list[int]]) -> contextlib.AbstractContextManager[None]:
-        """Tells the transport whom this thread waits for, to read it by itself the next time."""
+        """Tells the transport the ranks that this thread waits for, so that it can read from them itself next time."""
         if self.swaps:
             with self._membership.monitor:
                 senders = missing()
@@ -219,7 +220,7 @@ class Operation:
         return contextlib.nullcontext()
 
     def _check_ended(self, awaited: Collection[int]) -> None:
-        """Raises PeerLostError if somebody has left with the mean of another attempt, that this rank cannot have."""
+        """Raises PeerLostError if a rank has left with the mean of another attempt, which this rank cannot have."""
         for rank in awaited:
             if rank in self._ended and self._membership.departure(rank) is not None:
                 raise PeerLostError(
@@ -233,16 +234,16 @@ class Operation:
             raise RanksChanged
 
     def is_broken_by_loss(self) -> bool:
-        """Whether a rank that was to take part was lost, be it that it was started again since."""
+        """True if a rank that was to take part was lost, even if it was started again since."""
         departures = [self._membership.departure(rank) for rank in self.ranks]
         is_lost = any(departure is not None and departure.lost for departure in departures)
         return is_lost or self._incarnations_now() != self.incarnations
 
 
 class Mailbox:
-    """Messages of the running session that came and were not taken yet.
+    """Messages of the running session that have come and were not taken yet.
 
-    All but `swap` and `close` with the monitor held.
+    All methods except `swap` and `close` need the monitor held.
     """
 
     def __init__(self, membership: Membership, name: str):
@@ -251,7 +252,7 @@ class Mailbox:
         self._membership = membership
         self._has_begun = not membership.joining
         self._messages: dict[_Attempt, dict[_Key, np.ndarray]] = {}
-        self._num_bytes: dict[_Key, int] = {}  # Of what was taken.
+        self._num_bytes: dict[_Key, int] = {}  # Of chunks that were taken.
         self.queue.start(self._on_message)
 
     def of(self, attempt: _Attempt) -> Collection[_Key]:
@@ -269,10 +270,10 @@ class Mailbox:
     def swap(
         self, attempt: _Attempt, to_send: Sequence[ToSend], keys: Collection[_Key], lane: int | None, **keywords
     ) -> list[np.ndarray] | None:
-        """Has this thread send chunks, and read those still to come, if their lengths are as in the step before.
+        """Makes this thread send chunks, and read missing ones, assuming their lengths from the previous step.
 
         Returns:
-          The chunks, if this thread has read all of them. Else None: those that have come are here.
+          The chunks, if this thread has read all of them. Otherwise None: chunks that have come are in the mailbox.
         """
         there, session = self.of(attempt), self.queue.session
         missing = [key for key in keys if key not in there]
@@ -291,7 +292,7 @@ class Mailbox:
         return None
 
     def forget(self, step: int) -> None:
-        """Drops what is left of `step` and those before: of attempts that were given up."""
+        """Drops remaining messages of `step` and earlier steps, from attempts that were given up."""
         self._first_step = step + 1
         for attempt in [attempt for attempt in self._messages if attempt[0] <= step]:
             del self._messages[attempt]
@@ -303,7 +304,7 @@ class Mailbox:
         self._messages.clear()
 
     def begin_at(self, step: int) -> None:
-        """This rank takes part from `step` on, as a process that was started again; so may others that sent already."""
+        """Makes this restarted process take part from `step` on. Messages of later steps may have come already."""
         self.forget(step - 1)
         self._has_begun = True
 
@@ -314,7 +315,7 @@ class Mailbox:
         if len(message.header) != _HEADER.size:
             raise message.unexpected()
         step, ranks, vector, turn, chunk = _HEADER.unpack(message.header)
-        # Nobody ends a step without this rank: others are in this step or the next one.
+        # No rank ends a step without this rank: others are in this step or the next.
         if step > self._first_step + 1 and self._has_begun:
             raise ProtocolError(f"rank {message.sender} is at step {step}, this rank at {self._first_step}.")
         if step >= self._first_step:

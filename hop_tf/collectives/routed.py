@@ -14,17 +14,17 @@ _UP, _DOWN = 0, 1
 
 
 class RoutedAllReduce(AllReduce):
-    """Every chunk goes its own way, as soon as it can: all interfaces are busy at the same time.
+    """An all-reduce in which every chunk travels on its route as soon as it can: all interfaces are busy at once.
 
     A value is encoded once on each edge of its way up, and once more for all of its way down.
 
-    A mesh has an algorithm of its own, `MeshAllReduce`: there each step waits for known messages of all others, while
-    here one looks at all that are awaited whenever one comes, and keeps a state of each chunk. Both send the same
-    messages on a mesh, which here is what remains of a network when ranks have left.
+    A mesh has an algorithm of its own, `MeshAllReduce`, in which each step waits for known messages of all others. This
+    class takes any awaited message that comes, and keeps a state for each chunk. On a mesh, both send the same
+    messages. When ranks have left, this class uses a mesh.
 
     Args:
       *args: See `AllReduce`.
-      network: The network. Where ranks have left, what remains is a mesh.
+      network: The network. When ranks have left, a mesh of the others replaces it.
       **kwargs: See `AllReduce`.
     """
 
@@ -50,7 +50,7 @@ class RoutedAllReduce(AllReduce):
                     waiting.update(dict.fromkeys(self._awaited(operation, flow), flow))
 
     def _flows(self, operation: Operation, vectors: Vectors) -> list[_Flow]:
-        """All chunks: the first chunk of each piece first, and of these, what has the longest way."""
+        """All chunks. The first chunks of all pieces come first, and among these the longest routes."""
         num_ranks, mine = len(operation.ranks), operation.index
         routes = self._network.routes_among(num_ranks)
         pieces = vectors.pieces(len(routes))
@@ -59,19 +59,19 @@ class RoutedAllReduce(AllReduce):
             for number, route in enumerate(routes)
             for chunk, where in enumerate(pieces[number])
         ]
-        # Everybody begins with the next root: nobody is sent to by all at once.
+        # Each rank begins with the next root, so that not all ranks send to the same one at once.
         return sorted(
             flows, key=lambda flow: (flow.chunk, -flow.route.num_hops(mine), (flow.route.root - mine - 1) % num_ranks)
         )
 
     def _awaited(self, operation: Operation, flow: _Flow) -> list[tuple]:
-        """What is received next."""
+        """The keys of the chunks to receive next."""
         if flow.is_going_down:
             return [] if flow.parent is None else [operation.key(flow.parent, flow.turn + _DOWN, flow.chunk)]
         return [operation.key(child, flow.turn + _UP, flow.chunk) for child in flow.children]
 
     def _go_up(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays, flow: _Flow) -> None:
-        """Passes on what is complete here: the sum of this rank's subtree, or the mean."""
+        """Passes on the sum of this rank's subtree, or the mean, if it is complete."""
         if len(flow.parts) < flow.num_children:
             return
         parts = [data for _, data in sorted(flow.parts, key=lambda part: part[0])]  # All ranks sum in the same order.
@@ -87,7 +87,7 @@ class RoutedAllReduce(AllReduce):
         operation.send(operation.ranks[flow.parent], flow.turn + _UP, flow.chunk, data, lane)
 
     def _go_down(self, operation: Operation, vectors: Vectors, results: Arrays, flow: _Flow, data: Data) -> None:
-        """Spreads a mean, and takes it."""
+        """Passes a mean on to the children, and decodes it."""
         for child in flow.children:
             lane = BULK_LANE + flow.route.levels[child]
             operation.send(operation.ranks[child], flow.turn + _DOWN, flow.chunk, data, lane)
@@ -96,16 +96,16 @@ class RoutedAllReduce(AllReduce):
 
 @dataclasses.dataclass
 class _Flow:
-    """The way of a chunk, as one rank sees it. Ranks are those of the route.
+    """The state of a chunk on one rank. Ranks are numbered as in the route.
 
     Attributes:
-      route: Its tree.
-      rank: Which rank sees it.
-      turn: Tells it from other routes' in messages.
-      chunk: Its number in its piece.
-      where: Where it is in the vectors.
-      parts: What has come from children.
-      is_going_down: Whether this rank's part of the way up is done.
+      route: The chunk's route.
+      rank: The rank.
+      turn: A number that distinguishes the route in messages.
+      chunk: Number of the chunk in its piece.
+      where: The chunk's place in the vectors.
+      parts: The data that have come from children.
+      is_going_down: True if this rank's part of the way up is done.
     """
 
     route: Route

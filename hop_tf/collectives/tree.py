@@ -1,4 +1,4 @@
-"""Operations in which all ranks take part."""
+"""`TreeCollectives`: broadcast, mean and gather along a binary tree of all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _RANK = np.dtype("<i8")
 
 
 class TreeCollectives:
-    """Broadcast from rank 0, mean over all ranks, and what each of them has, along a binary tree.
+    """Broadcast from rank 0, mean over all ranks, and gather, along a binary tree.
 
-    Each rank sends and receives every array at most three times whatever the world's size, and log2(world_size)
-    messages follow each other. Meant for what happens once (initial values, a final average), and for small values.
+    Each rank sends and receives every array at most three times, for any number of ranks, and log2(world_size) messages
+    follow each other. Meant for single events (initial values, a final average), and for small values.
 
     Args:
       membership: Waiting and transport.
@@ -32,30 +32,30 @@ class TreeCollectives:
         self._sent: dict[str, int] = {}
 
     def begin_session(self) -> None:
-        """The rank is about to enter a session: its operations count from 0."""
+        """Called when the rank is about to enter a session: its operations count from 0."""
         self._sent.clear()
 
     @property
     def sent_rounds(self) -> dict[str, int]:
-        """What `Membership.leave` needs: how many operations of the session this rank has sent its part of, by name."""
+        """For `Membership.leave`: the number of operations of the session that this rank has sent, by name."""
         return dict(self._sent)
 
     def broadcast(self, name: str, payload: Sequence[np.ndarray], number: int | None = None) -> np.ndarray | None:
         """Gives every rank the bytes of rank 0.
 
         Args:
-          name: Names this one operation; equal on all ranks, never used twice, or for others of a `number` only.
-          payload: What rank 0 sends; elsewhere it is ignored. Must not be written to afterwards.
-          number: Which operation of that name this is in the running session, from 0: who has left the session before
-            it has sent takes no part. Default: an operation beside sessions.
+          name: Name of this operation, equal on all ranks. Never used twice, except with another `number`.
+          payload: The arrays that rank 0 sends; ignored elsewhere. Do not modify them afterwards.
+          number: Number of this operation among those of its name in the running session, from 0. A rank that leaves
+            the session before it sends takes no part. Default: the operation belongs to no session.
 
         Returns:
-          On rank 0 None; elsewhere rank 0's bytes, 1-D uint8, read-only and 64-byte aligned.
+          None on rank 0; elsewhere rank 0's bytes, 1-D uint8, read-only and 64-byte aligned.
 
         Blocks: until the parent in the tree has sent.
 
         Raises:
-          HopError: As `Membership.wait` does; also if the parent leaves before it has sent.
+          HopError: As `Membership.wait` does. Also if the parent leaves before it has sent.
         """
         received = None
         if self._parent is not None:
@@ -65,15 +65,15 @@ class TreeCollectives:
         return received
 
     def mean(self, name: str, arrays: Sequence[np.ndarray], counts: bool = True) -> list[np.ndarray]:
-        """Averages arrays over all ranks that count; the result is equal to the bit everywhere.
+        """Averages arrays over all ranks that count. The result is equal on all ranks, to the bit.
 
-        A rank adds to its mean the difference to another one, in proportion to how many ranks that is of. So values
-        that are equal on all ranks stay what they are, to the bit.
+        A rank adds to its mean the difference to a child's mean, in proportion to the number of ranks in that. So
+        values that are equal on all ranks stay the same, to the bit.
 
         Args:
-          name: Names this one operation; equal on all ranks, never used twice.
+          name: Name of this operation, equal on all ranks, never used twice.
           arrays: Arrays of equal shapes and (float) dtypes on all ranks. Means are kept in float32 at least.
-          counts: Whether this rank's arrays count. Those of one rank must.
+          counts: True if this rank's arrays count. At least one rank's must.
 
         Returns:
           The means, with the shapes and dtypes of `arrays`.
@@ -103,11 +103,11 @@ class TreeCollectives:
         """Brings a small value of every rank to rank 0.
 
         Args:
-          name: Names this one operation; equal on all ranks, never used twice.
-          value: Anything that JSON can hold.
+          name: Name of this operation, equal on all ranks, never used twice.
+          value: Any value that JSON can hold.
 
         Returns:
-          On rank 0 the values in the order of the ranks; elsewhere None.
+          On rank 0 the values in the order of ranks; elsewhere None.
 
         Blocks: until all ranks below this one in the tree take part.
 
@@ -115,32 +115,32 @@ class TreeCollectives:
           TypeError: If JSON cannot hold `value`.
           HopError: As `Membership.wait` does.
         """
-        # What JSON cannot hold is refused on every rank.
+        # Every rank refuses a value that JSON cannot hold.
         gathered = self._gather(name, np.frombuffer(json.dumps(value).encode(), np.uint8))
         return None if gathered is None else [json.loads(data.tobytes()) for data in gathered]
 
     def all_gather(self, name: str, data: bytes, number: int | None = None) -> list[bytes]:
-        """Gives every rank what each of them has.
+        """Gives every rank each rank's bytes.
 
         Args:
-          name: As in `broadcast`.
-          data: What this rank has.
-          number: As in `broadcast`.
+          name: See `broadcast`.
+          data: This rank's bytes.
+          number: See `broadcast`.
 
         Returns:
-          What the ranks have, in their order.
+          The bytes of all ranks, in the order of ranks.
 
         Blocks: until all ranks take part.
 
         Raises:
-          HopError: As `Membership.wait` does; also if a neighbor in the tree leaves before it has sent.
+          HopError: As `Membership.wait` does. Also if a neighbor in the tree leaves before it has sent.
         """
         gathered = self._gather(name, np.frombuffer(data, np.uint8), number)
         received = self.broadcast(name, payloads.join(gathered) if gathered else (), number)
         return [part.tobytes() for part in (gathered if received is None else payloads.split(received))]
 
     def _gather(self, name: str, data: np.ndarray, number: int | None = None) -> list[np.ndarray] | None:
-        """On rank 0 what the ranks have, in their order; elsewhere None."""
+        """Returns the ranks' data, in the order of ranks, on rank 0; elsewhere None."""
         known = {self._membership.rank: data}
         for payload in self._receive(f"gather/{name}", self._children, number).values():
             ranks, *parts = payloads.split(payload)
@@ -163,7 +163,7 @@ class TreeCollectives:
             self._sent[group] = number + 1
 
     def _receive(self, group: str, senders: Sequence[int], number: int | None = None) -> dict[int, np.ndarray]:
-        """One message from each sender."""
+        """Receives one message from each sender."""
         queue = self._queue(group, number)
         inbox: dict[int, Message] = {}
 
@@ -175,7 +175,7 @@ class TreeCollectives:
         def missing() -> list[int]:
             awaited = [sender for sender in senders if sender not in inbox]
             for sender in awaited if number is not None else ():
-                # What was sent on another lane may be overtaken by the news that its sender has left.
+                # The news that a sender has left may overtake its message, which is on another lane.
                 if not self._membership.delivers(sender, group, number):
                     departure = self._membership.departure(sender)
                     kind = PeerFailedError if departure.failed else PeerLostError

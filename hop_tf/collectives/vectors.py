@@ -1,4 +1,4 @@
-"""The vectors of an all-reduce: how each is cut, encoded and summed."""
+"""The vectors of an all-reduce: cutting, encoding and summing them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _timed(method: Callable) -> Callable:
     def call(self, *args):
         start = time.perf_counter()
         try:
-            if self.recorder is None:  # As nearly always: a context, too, takes its time.
+            if self.recorder is None:  # The common case, without the cost of a context.
                 return method(self, *args)
             with recorded(self.recorder, Kind.ENCODE):
                 return method(self, *args)
@@ -32,11 +32,11 @@ def _timed(method: Callable) -> Callable:
 
 
 class Vector:
-    """One of the vectors: how it is cut, encoded and summed.
+    """One of the vectors: cuts, encodes and sums it.
 
     Attributes:
-      seconds: Time spent on it by itself: see `Vectors` for the rest.
-      recorder: Told of it; None: nobody is.
+      seconds: Time spent on this vector by itself. See `Vectors` for the rest.
+      recorder: Records encoding, or None.
     """
 
     recorder: Recorder | None = None
@@ -51,13 +51,13 @@ class Vector:
         self._granularity = codec.granularity
         self._chunk_values = -(-chunk_values // self._granularity) * self._granularity
         self._feedback = ErrorFeedback(codec, size) if codec.error_feedback else None
-        self._lost_pieces: list[tuple[np.ndarray, slice]] = []  # In this attempt at a step.
+        self._lost_pieces: list[tuple[np.ndarray, slice]] = []  # Losses of encodings in this attempt at a step.
         self._pool = pool
         self.seconds = 0.0
         self._pieces: dict[int, list[list[slice]]] = {}
 
     def pieces(self, num_ranks: int) -> list[list[slice]]:
-        """The chunks of each rank's piece; at least one, if an empty one."""
+        """The chunks of each rank's piece. Each piece has at least one chunk, which may be empty."""
         if num_ranks not in self._pieces:
             num_blocks = -(-self._size // self._granularity)
             ends = [min(self._size, num_blocks * i // num_ranks * self._granularity) for i in range(num_ranks + 1)]
@@ -72,14 +72,14 @@ class Vector:
         return self._encode(self._codec_of_parts, values[where], where)
 
     def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """Encodes the sum of this rank's values and decoded ones."""
+        """Encodes the sum of this rank's values and of encoded parts."""
         if self._feedback is None and len(parts) == 1:
             return self._codec_of_parts.reduce(parts[0], values[where], self._pool)
         total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
         return self._encode(self._codec_of_parts, total, where)
 
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
-        """Encodes the sum of this rank's values and decoded ones, divided by the number of ranks."""
+        """Encodes the sum of this rank's values and of encoded parts, divided by the number of ranks."""
         factor = 1 / num_ranks
         if self._feedback is None:
             total = self._codec_of_parts.total(parts, values[where], factor, self._pool)
@@ -96,25 +96,25 @@ class Vector:
             result[where] = values
 
     def corrected(self, values: np.ndarray) -> np.ndarray:
-        """What is to be averaged of this rank's values, in this attempt at a step."""
+        """Begins an attempt at a step. Returns this rank's values to average, with residuals."""
         self._lost_pieces.clear()
         return values
 
     def sparse_codec(self, step: int, num_ranks: int) -> Sparse | None:
-        """What encodes the whole vector in a step; None where it goes in pieces."""
+        """The codec for the whole vector in a step; None if the vector goes in pieces."""
         return None
 
     @_timed
     def end_step(self, mean: np.ndarray) -> None:
-        """The attempt has succeeded: all ranks have, or will have, this mean."""
-        # What an attempt has lost that was given up, or whose mean is not finite, is none of the next step's.
+        """Called when the attempt has succeeded: all ranks have, or will have, this mean."""
+        # Losses of attempts that were given up, or whose mean is not finite, do not carry over to the next step.
         if self._lost_pieces and np.isfinite(mean).all():
             for lost, where in self._lost_pieces:
                 self._feedback.keep(lost, where)
         self._lost_pieces.clear()
 
     def take_residual(self) -> np.ndarray:
-        """What error feedback would add to the next vector, and adds no more; zeros without error feedback."""
+        """Removes and returns the residual that error feedback would add to the next vector; zeros without feedback."""
         return np.zeros(self._size, np.float32) if self._feedback is None else self._feedback.take()
 
     def _encode(self, codec: Codec, values: np.ndarray, where: slice, scale: float = 1.0) -> np.ndarray:
@@ -126,11 +126,11 @@ class Vector:
 
 
 Arrays = Sequence[np.ndarray]  # One for each of some vectors.
-Where = Sequence[tuple[int, slice]]  # A chunk of several vectors: numbers of those that have a part of it, and which.
+Where = Sequence[tuple[int, slice]]  # A chunk of several vectors: the number of each vector in it, and its slice.
 
 
 class Vectors:
-    """Vectors that go together: the chunks of the same number are one message.
+    """Vectors that travel together: their chunks with the same number are one message.
 
     The methods are those of `Vector`. A chunk has an array for each vector that has a part of it.
 
@@ -139,7 +139,7 @@ class Vectors:
 
     Attributes:
       seconds: Time spent on encoding, decoding and adding.
-      recorder: Told of it; None: nobody is.
+      recorder: Records encoding, or None.
     """
 
     def __init__(self, vectors: Sequence[Vector]):
@@ -149,7 +149,7 @@ class Vectors:
         self._pieces: dict[int, list[list[Where]]] = {}
 
     def pieces(self, num_ranks: int) -> list[list[Where]]:
-        """The chunks of each rank's piece; at least one, if an empty one."""
+        """The chunks of each rank's piece. Each piece has at least one chunk, which may be empty."""
         if num_ranks not in self._pieces:
             pieces = zip(*(vector.pieces(num_ranks) for vector in self._vectors), strict=True)
             self._pieces[num_ranks] = [_together(of_rank) for of_rank in pieces]
@@ -176,7 +176,7 @@ class Vectors:
 
 
 def _together(chunks: Sequence[Sequence[slice]]) -> list[Where]:
-    """The chunks of a rank's piece, from those of each vector."""
+    """The common chunks of a rank's piece, from the chunks of each vector."""
     return [
         [(i, of_vector[number]) for i, of_vector in enumerate(chunks) if number < len(of_vector)]
         for number in range(max(map(len, chunks)))
@@ -184,11 +184,11 @@ def _together(chunks: Sequence[Sequence[slice]]) -> list[Where]:
 
 
 class SparseVector(Vector):
-    """A vector that goes whole, as what a sparse codec selects of it, in those steps where this is shorter.
+    """A vector that is sent whole, as the selection of a sparse codec, in steps in which that is shorter.
 
-    With error feedback, what is lost of the whole vector is added to that of the next step, however this one goes. It
-    is most of the vector, if the codec is `TopK`. So it counts only when the step has ended: what is sent in attempts
-    that are given up has no effect. In steps whose mean is not finite all ranks keep what they had lost before.
+    With error feedback, the loss of the whole vector is added to the next step's vector, whole or in pieces. With
+    `TopK`, the loss is most of the vector. So it counts only when the step has ended: attempts that are given up have
+    no effect. In steps whose mean is not finite, all ranks keep their previous residuals.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class SparseVector(Vector):
 
     @_timed
     def is_short(self, values: np.ndarray, codec: Sparse, num_ranks: int) -> bool:
-        """Whether what `corrected` has returned is to go whole, for all that this rank knows."""
+        """True if the result of `corrected` is to go whole, as far as this rank knows."""
         share = max(codec.ratio, codec.share_of(values))
         return goes_sparse(dataclasses.replace(codec, ratio=share), num_ranks)
 
@@ -220,10 +220,10 @@ class SparseVector(Vector):
 
     @_timed
     def encode_whole(self, values: np.ndarray, codec: Sparse) -> np.ndarray:
-        """Encodes what `corrected` has returned."""
+        """Encodes the result of `corrected`."""
         data = codec.encode(values, self._pool)
         if codec.error_feedback:
-            # Where nothing was lost before, `values` is the caller's.
+            # Without a residual, `values` is the caller's array, which must not be modified.
             lost = float32_copy(values, self._pool) if self._lost is None else values
             indices, sent = codec.entries(data, values.size, lost.dtype)
             with np.errstate(invalid="ignore"):  # inf - inf: see `end_step`.
@@ -233,7 +233,7 @@ class SparseVector(Vector):
 
     @_timed
     def zeros(self, result: np.ndarray) -> np.ndarray:
-        """Zeros in float32 at least: in `result`, if this has that type."""
+        """Zeros in float32 at least. They are in `result` if its type is wide enough."""
         is_wide = result.dtype == np.promote_types(result.dtype, np.float32)
         total = result if is_wide else take_float32(result, self._pool)
         total.fill(0)
@@ -253,7 +253,7 @@ class SparseVector(Vector):
 
     def end_step(self, mean: np.ndarray) -> None:
         super().end_step(mean)
-        # What is sent of values that are not finite is not either: then neither is the mean.
+        # If values are not finite, the selection and the mean are not finite either.
         if self._sparse_codec.error_feedback and np.isfinite(mean).all():
             self._lost = self._lost_in_attempt
         self._lost_in_attempt = None
@@ -267,14 +267,14 @@ class SparseVector(Vector):
 
 
 def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
-    """Whether a rank sends no more if all it has selected goes to all others than if whole vectors go in pieces:
+    """True if sending selections to all others takes at most as many bytes as sending whole vectors in pieces:
 
         (n - 1) codec.bytes_per_value  <=  2 (n - 1) / n  codec.dense.bytes_per_value
 
-    All ranks find the same, as the codec's ratio is that of all; a rank that has selected more tells the others.
+    All ranks find the same, because the codec's ratio is equal on all. A rank that has selected more tells the others.
 
     Args:
-      codec: That of the step.
+      codec: The codec of the step.
       num_ranks: n.
     """
     return num_ranks * codec.bytes_per_value <= 2 * codec.dense.bytes_per_value
@@ -283,6 +283,6 @@ def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
 def make_vector(
     size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool
 ) -> Vector:
-    """The vector that goes as its codec wants it; arguments as of `AllReduce`, and whether ranks pass on sums."""
+    """Makes the `Vector` or `SparseVector` for a codec. For the arguments, see `AllReduce`."""
     member = SparseVector if isinstance(codec, Sparse) else Vector
     return member(size, dtype, codec, chunk_values, pool, passes_sums)

@@ -1,4 +1,4 @@
-"""The one folder that knows private parts of TensorFlow and Keras: how a training step is seen and changed.
+"""Observes and changes training steps. The only folder that uses private parts of TensorFlow and Keras.
 
 Under an unmodified `fit`, one training step runs through these hooks, in this order:
 
@@ -11,6 +11,6 @@ Under an unmodified `fit`, one training step runs through these hooks, in this o
 
 Hooks run while the step is traced and emit operations; with `run_eagerly=True` they run in every step.
 
-What private names used here mean is asserted in `tests/keras_hook/private_api_test.py`, which fails where they change;
-those that are imported fail at once where they are gone.
+`tests/keras_hook/private_api_test.py` asserts the meaning of the private names used here, and fails if one changes. A
+name that is imported fails at once if it is removed.
 """

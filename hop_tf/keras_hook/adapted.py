@@ -21,7 +21,7 @@ from hop_tf.errors import MismatchError
 from hop_tf.keras_hook.ownership import Owner, mark_of
 
 _CLAIM = "tables of preprocessing layers"
-_MAX_NUMBERS = 1000  # Of a table, evenly spaced: these tell whether ranks have adapted a layer on the same data.
+_MAX_NUMBERS = 1000  # Numbers of a table that ranks compare, evenly spaced: enough to notice different data.
 _TOLERANCE = 1e-3  # Machines add up in different orders.
 _REMEDIES = {
     keras.layers.TextVectorization: "set_vocabulary(tokens)",
@@ -31,26 +31,26 @@ _REMEDIES = {
 }
 
 
-# The layers with tables that the process has made, by the order in which it has; of a thread that is a rank of its own
-# (`become_rank`), those that it has made are in its `layers` instead.
+# The layers with tables that the process has created, numbered in order of creation. A thread that is a rank of its own
+# (`become_rank`) keeps its layers in `_thread.layers` instead.
 _layers: weakref.WeakValueDictionary[int, keras.Layer] = weakref.WeakValueDictionary()
 _thread = threading.local()
 _counter = itertools.count()
 
 
 def become_rank() -> None:
-    """Says that this thread is a rank, as in `InProcessCluster`: layers that it makes are no other rank's."""
+    """Makes this thread a rank of its own, as in `InProcessCluster`: it keeps the layers that it creates to itself."""
     _thread.layers = weakref.WeakValueDictionary()
 
 
 @functools.cache
 def watch_tables() -> None:
-    """Notes Keras's layers with tables from now on, and those that there are. Many of them belong to no model."""
+    """Records Keras's layers with tables, existing ones and all later ones. Many of them belong to no model."""
     for each in gc.get_objects():
         if issubclass(type(each), tuple(_REMEDIES)):
             _note(each)
     for kind in _REMEDIES:
-        kind.__new__ = staticmethod(_noting(kind))  # Keras looks at the arguments of `__init__`.
+        kind.__new__ = staticmethod(_noting(kind))  # Not `__init__`: Keras inspects its arguments.
 
 
 def _noting(kind: type) -> Callable:
@@ -68,12 +68,12 @@ def _note(layer: keras.Layer) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """What a layer has learned.
+    """The table that a layer has learned from data.
 
     Attributes:
-      remedy: How to give the layer a table.
-      tokens: In the order of their numbers.
-      numbers: By a name: a value, and the scale on which it counts.
+      remedy: The call or the arguments that give the layer a table.
+      tokens: The vocabulary, in the order of the tokens' numbers.
+      numbers: Triples of a name, a value, and the scale that differences of the value are compared with.
     """
 
     remedy: str
@@ -82,7 +82,7 @@ class _Table:
 
     @functools.cached_property
     def digest(self) -> list:
-        """For other ranks; the numbers as they are."""
+        """A short form for other ranks: a checksum of the tokens, both lengths, and up to `_MAX_NUMBERS` numbers."""
         step = len(self.numbers) // _MAX_NUMBERS + 1
         return [zlib.crc32("\0".join(self.tokens).encode()), len(self.tokens), len(self.numbers), self.numbers[::step]]
 
@@ -103,7 +103,7 @@ def _table_of(layer: keras.Layer) -> _Table | None:
 
 
 def _source_of(layer: keras.Layer) -> tuple[object | None, Callable[[keras.Layer], _Table]]:
-    """An object that is another one when the layer has another table, and a function that reads the table."""
+    """An object that identifies the layer's present table (None without one), and a function that reads the table."""
     if isinstance(layer, (keras.layers.TextVectorization, IndexLookup)):
         table = getattr(_lookup_of(layer), "lookup_table", None)
         return (table if table is not None and int(table.size()) else None), _read_lookup
@@ -146,12 +146,13 @@ def _read_moments(layer: keras.layers.Normalization) -> _Table:
 
 
 class AdaptedLayers:
-    """The layers with tables that this rank has, when training is about to begin.
+    """This rank's layers with tables, right before training begins.
 
-    Ranks compare those that they have in common: layers of the same class and name, if both ranks have equally many.
+    Ranks compare the layers that they have in common. These have the same class and name, and both ranks have equally
+    many of them.
 
     Attributes:
-      claims: What to claim in the session: if a rank does, all ranks have to compare.
+      claims: The claims for the session. If any rank makes them, all ranks have to compare.
     """
 
     def __init__(self):
@@ -164,7 +165,7 @@ class AdaptedLayers:
         self.claims = [_CLAIM] if self._tables else []
 
     def is_needed(self, owners: Collection[str]) -> bool:
-        """True if a rank has such layers; `owners` are the claims of all ranks."""
+        """True if any rank has layers with tables. `owners` are the claims of all ranks."""
         return _CLAIM in owners
 
     def compare(self, share: Callable[[bytes], Sequence[bytes]]) -> None:
@@ -198,8 +199,8 @@ class AdaptedLayers:
 
 
 def _layers_of_users() -> list[keras.Layer]:
-    """In the order in which they were made, without those within others, and those that are the rank's own."""
-    # `valuerefs` is one step: other threads may make layers meanwhile.
+    """The layers with tables in order of creation, without inner layers and without layers marked as "own"."""
+    # `valuerefs` is atomic: other threads may create layers meanwhile.
     noted = [_layers, _thread.layers] if hasattr(_thread, "layers") else [_layers]
     layers = [reference() for each in noted for reference in each.valuerefs()]
     made = [layer for layer in layers if layer is not None and mark_of(layer) is not Owner.OWN]
@@ -217,7 +218,7 @@ def _are_alike(one: list, other: list) -> bool:
 
 def _is_close(one: Sequence, other: Sequence) -> bool:
     (_, value, scale), (_, of_other, _) = one, other
-    are_nan = value != value and of_other != of_other  # Adapted on data with such values.
+    are_nan = value != value and of_other != of_other  # The data had NaN values.
     return value == of_other or are_nan or abs(value - of_other) <= _TOLERANCE * scale
 
 

@@ -1,4 +1,4 @@
-"""`BackupAgreement`: the ranks of a job agree on the backup that training goes on from."""
+"""`BackupAgreement`: the ranks of a job agree on the backup that training continues from."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _KerasBackup:
         return positions_of_files(self._folder)
 
     def choose(self, position: Position) -> None:
-        """There is no other one."""
+        """Does nothing: there is only one backup."""
 
     def weights_at(self, position: Position) -> bytes:
         return weights_of_files(self._folder)
@@ -41,17 +41,17 @@ class _KerasBackup:
 
 
 class BackupAgreement:
-    """Has all ranks go on from the same epoch.
+    """Makes all ranks continue from the same epoch.
 
-    A rank may have died before it made its last backup, or be new in a job of more ranks than before. The newest backup
-    that all ranks have counts. If they have none in common, the newest one of any rank does: the others get a copy of
-    it, as a rank without any backup does. Each one is a state that the whole job can go on from.
+    A rank may have died before it made its last backup, or may be new in a job with more ranks than before. All ranks
+    that have backups take the newest one that they have in common. If they have none in common, the newest backup of
+    any rank counts. A rank that lacks the backup gets a copy. The whole job can continue from any backup of one rank.
 
     Args:
       callbacks: As `fit` takes them.
 
     Attributes:
-      claims: What to claim in the session: if a rank does, all ranks have to agree.
+      claims: The claims for the session. If any rank makes them, all ranks have to agree.
     """
 
     def __init__(self, callbacks: object):
@@ -61,7 +61,7 @@ class BackupAgreement:
         self.claims = [_CLAIM] if self._callbacks else []
 
     def is_needed(self, owners: Collection[str]) -> bool:
-        """True if a rank has such a callback; `owners` are the claims of all ranks."""
+        """True if any rank has a `BackupAndRestore`. `owners` are the claims of all ranks."""
         return _CLAIM in owners
 
     def agree(self, rank: int, share: Callable[[bytes], Sequence[bytes]], *, in_lock_step: bool) -> None:
@@ -70,12 +70,12 @@ class BackupAgreement:
         Args:
           rank: This rank.
           share: Gives every rank each rank's bytes.
-          in_lock_step: True if ranks make the same updates: then they go on from the same batch, not only from the same
-            epoch.
+          in_lock_step: True if ranks make the same updates. They then continue from the same batch, too, not only from
+            the same epoch.
 
         Raises:
           OSError: If the backups of this rank are damaged, or if it cannot write the copy that it gets.
-          MismatchError: On all ranks, if one has no such callback.
+          MismatchError: On all ranks, if one rank has no such callback.
         """
         backups = self._backups()
         offers = [json.loads(each) for each in share(json.dumps(backups and backups.positions()).encode())]
@@ -93,7 +93,7 @@ class BackupAgreement:
         backups.choose(chosen.get(rank, chosen[source]))
 
     def _backups(self) -> AtomicBackupAndRestore | _KerasBackup | None:
-        """Those of the last callback: it restores after the others. The folder may have changed since `__init__`."""
+        """The backups of the last callback, which restores after the others. Its folder may change after `__init__`."""
         if not self._callbacks:
             return None
         callback = self._callbacks[-1]
@@ -112,7 +112,7 @@ def _require_callbacks(offers: Sequence[list | None]) -> None:
 
 
 def _choose(known: Mapping[int, Sequence[Position]], *, in_lock_step: bool) -> dict[int, Position]:
-    """The backup that each rank goes on from, by rank. A rank that is left out needs a copy of the lowest rank's."""
+    """The backup of each rank to continue from, by rank. A rank that is left out needs a copy of the lowest rank's."""
     common = set.intersection(*map(set, known.values()))
     newest = {rank: max(common or positions) for rank, positions in known.items()}
     latest = max(newest.values())

@@ -1,4 +1,4 @@
-"""Backups of training that are whole, and those of Keras's `BackupAndRestore`, which need not be."""
+"""Backups of training that are always whole, and those of Keras's `BackupAndRestore`, which may be damaged."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ _WEIGHTS, _METADATA, _CHECKSUMS = "latest.weights.h5", "training_metadata.json",
 _UNFINISHED = "unfinished"
 _CHUNK_BYTES = 1 << 24
 
-# What a backup is of: the epoch that training goes on with, and the batch.
+# The epoch and the batch that training continues with.
 Position = tuple[int, int]
 
 
 class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
-    """Keras's `BackupAndRestore`, whose backups are whole whatever ends the process or the machine.
+    """Keras's `BackupAndRestore` with backups that stay whole if the process or the machine dies at any moment.
 
         model.fit(x, y, epochs=5, callbacks=[hop_tf.callbacks.AtomicBackupAndRestore("backup")])
 
-    A backup is written to a folder of its own, which gets its name, `backup_<n>`, when all of it is on the disk. The
-    last two are kept. Training goes on from the newest one whose checksums are right; a damaged one is left out, with a
-    warning. Ranks go on from the newest one that all of them have, or else from the newest one of any rank; a rank that
-    lacks it gets a copy. What Keras's own callback has left in the same folder is restored where there is no other
-    backup.
+    A backup is written to a folder of its own. The folder gets its name, `backup_<n>`, when all of it is on the disk.
+    The last two backups are kept. Training continues from the newest backup whose checksums are right. A damaged backup
+    is ignored, with a warning. Ranks continue from the newest backup that all ranks with backups have in common. If
+    there is none, they continue from the newest backup of any rank. A rank that lacks the chosen backup gets a copy. If
+    there is no other backup, a backup that Keras's own callback has left in the same folder is restored.
 
-    A backup that cannot be written, as on a full disk, is a warning: training goes on, and the former backup stays. A
-    backup is made in memory first, which takes as much as the weights and what optimizers remember.
+    If a backup cannot be written, as on a full disk, the callback logs a warning. Training continues, and the previous
+    backup stays. A backup is built in memory first, which takes as much as the weights and the optimizer state.
 
     Args:
-      backup_dir: A folder that nothing else uses, on a file system: no address such as gs://.
+      backup_dir: A folder that nothing else uses, on a file system. Addresses such as gs:// are refused.
       save_freq: "epoch" for a backup at the end of each epoch, or the number of batches from one backup to the next. As
-        with Keras's, training then goes on from the beginning of the epoch. Default "epoch".
-      delete_checkpoint: Whether to remove the folder when `fit` has ended. Default True.
+        with Keras's callback, training then continues from the beginning of the epoch. Default "epoch".
+      delete_checkpoint: True to remove the folder when `fit` has ended. Default True.
 
     Raises:
       ValueError: If an argument is none of these.
@@ -59,23 +59,23 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
         self._chosen: Position | None = None
 
     def _use(self, folder: pathlib.Path) -> None:
-        """Has Keras's callback read its files there."""
+        """Makes Keras's callback read its files from `folder`."""
         self._weights_path = str(folder / _WEIGHTS)
         self._training_metadata_path = str(folder / _METADATA)
 
     def _backups(self) -> list[pathlib.Path]:
-        """The newest first."""
+        """The backups, the newest first."""
         paths = pathlib.Path(self.backup_dir).glob("backup_*")
         return sorted((path for path in paths if re.fullmatch(r"backup_\d+", path.name)), key=_number_of, reverse=True)
 
     def positions(self) -> list[Position]:
-        """The positions that training can go on from, the newest first; none without a backup."""
+        """The positions that training can continue from, the newest first. Empty without a backup."""
         if not self._backups():
             return positions_of_files(self.backup_dir)
         return [_position_of(path) for path in self._whole_backups()]
 
     def choose(self, position: Position) -> None:
-        """Has the next `fit` go on from there, and not from the newest backup."""
+        """Makes the next `fit` continue from `position` instead of the newest backup."""
         self._chosen = position if self._backups() else None
 
     def weights_at(self, position: Position) -> bytes:
@@ -92,7 +92,7 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
         self._write_newest({_WEIGHTS: weights, _METADATA: _metadata_of(position)})
 
     def _whole_backups(self) -> list[pathlib.Path]:
-        """The newest first; raises OSError where there are others only."""
+        """The undamaged backups, the newest first. Raises OSError if there are backups and all of them are damaged."""
         backups = self._backups()
         problems = {path: problem for path in backups if (problem := _problem_of_backup(path)) is not None}
         for path, problem in problems.items():
@@ -116,12 +116,12 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
         self._use(path)
         super()._load_model()
         for each in self._backups():
-            if _number_of(each) > _number_of(path):  # Else it would be taken for the newest one when the next is made.
+            if _number_of(each) > _number_of(path):  # Otherwise it would count as the newest one.
                 shutil.rmtree(each, ignore_errors=True)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        # Keras counts epochs from the end of the first one that it has seen: after a restart, a backup that is made
-        # before would be one of epoch 0.
+        # Keras sets this at the end of an epoch only: after a restart, a backup within the first epoch would be one of
+        # epoch 0.
         self._current_epoch = epoch
 
     def _save_model(self) -> None:
@@ -147,7 +147,7 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
             unfinished.rename(folder / f"backup_{_number_of(newest) + 1 if newest else 1}")
             _sync(folder)
         except OSError:
-            shutil.rmtree(unfinished, ignore_errors=True)  # It takes room that others may need.
+            shutil.rmtree(unfinished, ignore_errors=True)  # It only takes disk space.
             raise
 
 
@@ -156,9 +156,9 @@ def _number_of(backup: pathlib.Path) -> int:
 
 
 def _weights_of(model: keras.Model) -> memoryview:
-    """What `model.save_weights` writes: weights, and what optimizers remember.
+    """Returns the file that `model.save_weights` would write: weights and optimizer state.
 
-    It is made in memory, as Keras makes what goes into a `.keras` file: on a full disk HDF5 may end the process.
+    The file is built in memory, as Keras does for a `.keras` file, because HDF5 may end the process on a full disk.
     """
     file = io.BytesIO()
     store = saving_lib.H5IOStore(file, mode="w")
@@ -168,7 +168,7 @@ def _weights_of(model: keras.Model) -> memoryview:
 
 
 def _write(folder: pathlib.Path, contents: Mapping[str, bytes | memoryview]) -> None:
-    """Writes a backup's files, and their checksums beside; returns when all of it is on the disk."""
+    """Writes a backup's files and their checksums. Returns when all of it is on the disk."""
     checksums = {name: zlib.crc32(each) for name, each in contents.items()}
     for name, each in {**contents, _CHECKSUMS: json.dumps(checksums).encode()}.items():
         (folder / name).write_bytes(each)
@@ -193,7 +193,7 @@ def _checksum(path: pathlib.Path) -> int:
 
 
 def _problem_of_backup(folder: pathlib.Path) -> str | None:
-    """What is wrong with what `_write` has completed; None if nothing is."""
+    """Describes the damage to a backup that `_write` has completed; None if the backup is whole."""
     try:
         checksums = json.loads((folder / _CHECKSUMS).read_bytes())
         wrong = [name for name in (_WEIGHTS, _METADATA) if checksums[name] != _checksum(folder / name)]
@@ -203,7 +203,7 @@ def _problem_of_backup(folder: pathlib.Path) -> str | None:
 
 
 def _position_of(folder: str | os.PathLike) -> Position:
-    """The position of a whole backup, or of a folder of Keras's own."""
+    """The position of a whole backup, or of a backup by Keras's own callback."""
     metadata = json.loads(_read(folder, _METADATA))
     return metadata["epoch"], metadata.get("batch", 0)
 
@@ -213,16 +213,16 @@ def _metadata_of(position: Position) -> bytes:
 
 
 def _read(folder: str | os.PathLike, name: str) -> bytes:
-    """A file of a backup. Its folder may be an address, which `pathlib` cannot read."""
+    """Reads a file of a backup. The folder may be an address such as gs://, which `pathlib` cannot read."""
     with tf.io.gfile.GFile(os.path.join(folder, name), "rb") as file:
         return file.read()
 
 
 def restore(model: keras.Model, weights: str | os.PathLike) -> None:
-    """Loads weights, and what the optimizer remembers, into a model whose `fit` begins, as `BackupAndRestore` does.
+    """Loads weights and optimizer state into a model at the start of its `fit`, as `BackupAndRestore` does.
 
     Args:
-      model: It is built.
+      model: The model, built.
       weights: A file that `model.save` or `model.save_weights` has written.
     """
     if model.optimizer is not None and not model.optimizer.built:
@@ -231,7 +231,7 @@ def restore(model: keras.Model, weights: str | os.PathLike) -> None:
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Has a `fit` that begins go on with that epoch, whatever its `initial_epoch` is; None: a later `fit` does not."""
+    """Makes the `fit` that begins start at `epoch`, not at its `initial_epoch`. None undoes this for later fits."""
     model._initial_epoch = epoch
 
 
@@ -250,12 +250,12 @@ def positions_of_files(folder: str | os.PathLike) -> list[Position]:
 
 
 def weights_of_files(folder: str | os.PathLike) -> bytes:
-    """The file with the weights of such a backup."""
+    """The weights file of the backup that Keras's callback has left in a folder."""
     return _read(folder, _WEIGHTS)
 
 
 def write_files(folder: str | os.PathLike, position: Position, weights: bytes) -> None:
-    """Writes a backup as Keras's callback does. A process that dies in between leaves no epoch without its weights."""
+    """Writes a backup as Keras's callback does. The epoch comes last: it never refers to weights that are missing."""
     tf.io.gfile.makedirs(folder)
     metadata = os.path.join(folder, _METADATA)
     if tf.io.gfile.exists(metadata):
@@ -266,21 +266,21 @@ def write_files(folder: str | os.PathLike, position: Position, weights: bytes) -
 
 
 def check_backups(callbacks: object) -> None:
-    """Looks at what Keras's `BackupAndRestore` is about to restore: it writes to the files that it later reads.
+    """Checks the files that Keras's `BackupAndRestore` is about to restore.
 
-    Where the process or the machine has ended in between, a file may be cut off or empty. With `double_checkpoint`, the
-    former files take the place of such ones.
+    Keras writes to the same files that it later reads. If the process or the machine died during a write, a file may be
+    truncated or empty. With `double_checkpoint`, the previous files then replace the damaged ones.
 
     Args:
       callbacks: As `fit` takes them.
 
     Raises:
-      OSError: If a file is damaged; the message names it and tells what to do.
+      OSError: If a file is damaged. The message names the file and tells what to do.
     """
     for callback in flat_callbacks(callbacks):
         if not isinstance(callback, keras.callbacks.BackupAndRestore):
             continue
-        is_own = isinstance(callback, AtomicBackupAndRestore)  # It looks itself, where it has nothing better.
+        is_own = isinstance(callback, AtomicBackupAndRestore)  # This callback checks the files before it reads them.
         if not is_own and "://" not in os.fspath(callback.backup_dir):
             _check_files(pathlib.Path(callback.backup_dir))
 
@@ -304,7 +304,7 @@ def _check_files(folder: pathlib.Path) -> None:
 
 
 def _problem_of_files(weights: pathlib.Path, metadata: pathlib.Path) -> str | None:
-    """What is wrong with a backup of Keras's; None if nothing is, or there is none. Values may still be others."""
+    """Describes the damage to a backup of Keras's; None if it is readable, or absent. Values are not checked."""
     for path, read in ((weights, _read_outline), (metadata, _read_metadata)):
         if not path.exists():
             continue

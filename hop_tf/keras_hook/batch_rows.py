@@ -19,13 +19,13 @@ _NAMES_OF_PARTS = ("x", "y", "sample_weight")
 
 
 def check_rows(structure: Any) -> bool:
-    """Raises ValueError if parts of a batch are known to have no rows, or different numbers of rows.
+    """Raises ValueError if parts of a batch are known to be scalars, or to have different numbers of rows.
 
     Args:
       structure: A batch, or the `element_spec` of a dataset of batches. Absent parts (None or optionals) do not count.
 
     Returns:
-      True if the numbers of rows are known to be equal. Otherwise only the batches themselves tell.
+      True if the numbers of rows are known to be equal. Otherwise each batch has to be checked.
     """
     rows = [(name, _static_rows(leaf)) for name, leaf in _named_parts(structure)]
     known = {number for _, number in rows if number is not None}
@@ -50,15 +50,15 @@ _checked: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
 
 
 def note_equal_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the dataset, whose function checks each batch by `require_equal_rows`: once is enough."""
+    """Returns the dataset, and records that its function checks each batch by `require_equal_rows`."""
     _checked.add(dataset)
     return dataset
 
 
 def with_equal_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the dataset. It fails at a batch whose parts have different numbers of rows.
+    """Returns a dataset that fails at a batch whose parts have different numbers of rows.
 
-    Batches are checked before they are prefetched, so that no step waits for that.
+    Batches are checked before they are prefetched, so that no step waits for the check.
     """
     if check_rows(dataset.element_spec) or dataset in _checked:
         return dataset
@@ -75,14 +75,14 @@ def with_equal_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _checked_before(dataset: tf.data.Dataset, again: Callable[[tf.data.Dataset], tf.data.Dataset]) -> tf.data.Dataset:
-    """Checks the batches before a dataset's last transformation, which `again` makes; not if they have been."""
+    """Checks batches before a dataset's last transformation, which `again` creates, unless they have been checked."""
     (before,) = dataset._inputs()
     checked = with_equal_rows(before)
     return dataset if checked is before else again(checked)
 
 
 def is_optional(leaf: Any) -> bool:
-    """True for an absent part of a batch, such as no sample weights: Keras hands over an empty optional."""
+    """True for an absent part of a batch. Keras passes an empty optional for missing sample weights, for instance."""
     return isinstance(leaf, tf.experimental.Optional | tf.OptionalSpec)
 
 

@@ -1,7 +1,8 @@
-"""Callbacks of a rank that was started again, or left behind, are not called until it is where the others are.
+"""Does not call callbacks of a restarted or late rank until the rank has caught up with the others.
 
-They would keep it from getting there, if they take as long as the others' steps, and see metrics that are none. The
-epoch in which it gets there is a short one for them: it begins with the first batch that the rank trains on.
+Callbacks that take as long as the others' steps would keep the rank from catching up. They would also see metrics
+without a value. The epoch in which the rank catches up is short for callbacks: it begins with the first batch that the
+rank trains on.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from hop_tf.keras_hook.shared_paths import flat_callbacks
 
 @contextlib.contextmanager
 def not_called_while_behind(callbacks: Any, hooks: TrainingHooks) -> Iterator[None]:
-    """Within it, callbacks are not called for batches that are passed over, nor for epochs that are all of such.
+    """A context in which callbacks are not called for skipped batches, or for epochs in which all batches are skipped.
 
     Args:
-      callbacks: What `fit` was given.
-      hooks: Of the strategy; the session has begun.
+      callbacks: As `fit` takes them.
+      hooks: The hooks of the strategy. The session has begun.
     """
     with contextlib.ExitStack() as stack:
         is_needed = hooks.is_behind or hooks.may_fall_behind
@@ -36,7 +37,7 @@ def not_called_while_behind(callbacks: Any, hooks: TrainingHooks) -> Iterator[No
 
 @contextlib.contextmanager
 def _replaced(callback: keras.callbacks.Callback, name: str, method: Callable) -> Iterator[None]:
-    """Gives one callback another method; it may have one of its own, as a `LambdaCallback` has."""
+    """Replaces a method of one callback. The callback may have the method as an attribute, as `LambdaCallback` does."""
     own = vars(callback).get(name)
     setattr(callback, name, method)
     try:
@@ -49,7 +50,7 @@ def _replaced(callback: keras.callbacks.Callback, name: str, method: Callable) -
 
 
 class _Calls:
-    """Passes on to a callback what it is to hear."""
+    """Passes calls on to a callback, except those for skipped batches and epochs."""
 
     def __init__(self, callback: keras.callbacks.Callback, hooks: TrainingHooks):
         self._hooks = hooks
@@ -57,7 +58,7 @@ class _Calls:
         self._begin_batch = callback.on_train_batch_begin
         self._end_batch = callback.on_train_batch_end
         self._end_epoch = callback.on_epoch_end
-        self._untold: tuple | None = None  # An epoch that has begun.
+        self._untold: tuple | None = None  # The arguments of a call that is not passed on yet.
         self._passes_over = True
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -1,7 +1,8 @@
-"""The same order of a dataset's elements on all ranks, which take slices of its batches: shuffles without a seed.
+"""Gives shuffles without a seed the same order on all ranks, which take slices of a dataset's batches.
 
-TensorFlow draws a seed for these when the dataset is made, so that each rank has an order of its own: slices overlap,
-and rows are left out. A dataset cannot be given another seed. So what comes behind the shuffle is made again.
+TensorFlow draws a seed for such a shuffle when the dataset is created. Each rank would have an order of its own: slices
+would overlap, and rows would be left out. The seed of a dataset cannot be changed. So the shuffle, and all
+transformations after it, are created again.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tensorflow.python.data.util import nest
 
 from hop_tf.keras_hook.pipelines import datasets_behind, functions_of
 
-# Transformations whose arguments are their attributes of the same names, by the names of their classes.
+# Names of transformation classes whose arguments are attributes of the same names.
 _TRANSFORMATIONS = frozenset(
     f"{name}Dataset"
     for name in (
@@ -28,8 +29,8 @@ _TRANSFORMATIONS = frozenset(
         *("Take", "Unbatch", "Window", "Zip"),
     )
 )
-_ATTRIBUTES = {"dataset": "_input_dataset"}  # Of arguments with another name.
-# Arguments that are no such attributes.
+_ATTRIBUTES = {"dataset": "_input_dataset"}  # Attributes whose names differ from the argument's.
+# Arguments without an attribute.
 _GIVEN = {
     "options": lambda dataset: dataset.options(),
     "deterministic": lambda dataset: True,
@@ -38,17 +39,17 @@ _GIVEN = {
 
 
 class CannotOrderError(ValueError):
-    """A dataset is shuffled without a seed, and cannot be made again with one."""
+    """A dataset is shuffled without a seed, and cannot be created again with one."""
 
 
 def in_common_order(dataset: tf.data.Dataset, seed: int, *, takes_slices: bool) -> tf.data.Dataset:
-    """Returns the dataset in an order that is the same on all ranks; warns if its elements may come in any order.
+    """Returns the dataset in an order that is the same on all ranks. Warns if its elements may come in any order.
 
     Args:
       dataset: The dataset.
-      seed: What the seeds of shuffles without a seed follow from.
-      takes_slices: True if ranks take slices of each batch. False if they share files, whose order must be the same;
-        the order of their rows need not.
+      seed: The seed that seeds of shuffles without a seed follow from.
+      takes_slices: True if ranks take slices of each batch. False if they share files: only the order of the files must
+        be the same then.
 
     Raises:
       CannotOrderError: If ranks take slices, and the dataset cannot be given a seed.
@@ -71,7 +72,7 @@ def with_common_order(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
     """Returns the dataset with seeds that follow from `seed`, for all shuffles that have none.
 
     Raises:
-      CannotOrderError: If a shuffle is behind a transformation that is not known, or within a function.
+      CannotOrderError: If an unknown transformation follows a shuffle, or a shuffle is within a function.
     """
     for each in datasets_behind(dataset):
         if _shuffles_within(each):
@@ -80,10 +81,10 @@ def with_common_order(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
 
 
 class _Reseeding:
-    """Makes datasets again with seeds; each of them once.
+    """Creates datasets again with seeds, each of them once.
 
     Args:
-      seed: What seeds follow from.
+      seed: The seed that all seeds follow from.
     """
 
     def __init__(self, seed: int):
@@ -91,7 +92,7 @@ class _Reseeding:
         self._made: dict[int, tf.data.Dataset] = {}
 
     def again(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """The dataset itself, if nothing behind it is shuffled without a seed."""
+        """Returns the dataset with seeds: the dataset itself if nothing in it is shuffled without a seed."""
         if id(dataset) not in self._made:
             self._made[id(dataset)] = self._make(dataset)
         return self._made[id(dataset)]
@@ -143,13 +144,13 @@ def _seeds_of(shuffle: tf.data.Dataset) -> tuple[int, int]:
 
 
 def order_of(dataset: tf.data.Dataset) -> str:
-    """The seeds of all shuffles behind a dataset: ranks with other seeds have another order."""
+    """The seeds of all shuffles in a dataset, as a string. Ranks with different seeds have different orders."""
     shuffles = [each for each in datasets_behind(dataset) if isinstance(each, shuffle_op._ShuffleDataset)]
     return str([_seeds_of(each) for each in shuffles])
 
 
 def _way_of(dataset: tf.data.Dataset) -> str | None:
-    """A transformation's choice: "true" for a fixed order, "false" for any, or "default"; None if it has no choice."""
+    """A transformation's setting: "true" for a fixed order, "false" for any, "default", or None if it has none."""
     if isinstance(dataset, data_service_ops._DataServiceDatasetV2):
         return "false"
     default = "default" if isinstance(dataset, interleave_op._ParallelInterleaveDataset) else None
@@ -166,8 +167,8 @@ def without_fixed_order(dataset: tf.data.Dataset) -> list[str]:
 def _shuffles_within(dataset: tf.data.Dataset) -> bool:
     """True if the function of a transformation, such as `interleave`, shuffles without a seed.
 
-    Such a shuffle has two constants of 0. With a seed, or a global one, of which either may be 0, TensorFlow computes
-    the second operand, so that not both are 0.
+    Such a shuffle has two seed operands that are constants of 0. With a seed or a global seed (even 0), TensorFlow
+    computes the second operand, so that not both are 0.
     """
     return any(
         node.op.startswith("ShuffleDataset") and all(_constant(nodes, name) == 0 for name in node.input[2:4])

@@ -25,7 +25,7 @@ _LOSS_SCALED_UPDATE = "LossScaleOptimizer._tf_apply.<locals>._handle_cross_repli
 
 
 def refuse_xla() -> None:
-    """Raises ValueError where the step is to be compiled."""
+    """Raises ValueError if XLA is to compile the step."""
     if not tf.executing_eagerly() and GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
             "`jit_compile` must be False or 'auto' under hop_tf: queue operations cannot be compiled by XLA. "
@@ -34,7 +34,7 @@ def refuse_xla() -> None:
 
 
 def _refuse_keras_2(merge_fn: Callable) -> None:
-    """Raises ValueError where an optimizer of Keras 2 is about to update: ranks would begin with different models."""
+    """Raises ValueError if an optimizer of Keras 2 is about to update: ranks would begin with different models."""
     function = getattr(merge_fn, "func", merge_fn)  # Within a functools.partial.
     if (getattr(function, "__module__", None) or "").partition(".")[0] == "tf_keras":
         raise ValueError(
@@ -45,15 +45,15 @@ def _refuse_keras_2(merge_fn: Callable) -> None:
 
 
 def record_summaries(are_recorded: bool = True) -> None:
-    """Has `tf.summary` record in this context, or not. TensorFlow leaves that to the one replica 0 of all ranks."""
+    """Lets `tf.summary` record in this context, or not. TensorFlow itself records on replica 0 of all ranks only."""
     summary_ops_v2._summary_state.is_recording_distribution_strategy = are_recorded
 
 
 class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
-    """The replica context of a training step: sees the optimizer's update."""
+    """The replica context of a training step. It intercepts the optimizer's update."""
 
     def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, trace: StepTrace):
-        # Not that of one device, whose id is 0 in all processes.
+        # Bypasses the base class, whose replica id is 0 in all processes.
         distribute_lib.ReplicaContext.__init__(self, strategy, strategy.extended._get_replica_id_in_sync_group(0))
         self._hooks = hooks
         self._trace = trace
@@ -91,8 +91,8 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         rows = None if self._trace.model is None else self._hooks.num_rows  # In a custom loop, losses add up.
         if rows is None or any(isinstance(each, tf.IndexedSlices) for each in tf.nest.flatten(value)):
             return super().all_reduce(reduce_op, value, options)
-        # What others make of this rank's value changes their losses, which weigh as much as their rows; and what comes
-        # back for it weighs as much as this rank's, as all of its gradient does.
+        # This rank's value changes the losses of other ranks, which weigh as much as their rows. The gradient that
+        # comes back is divided by this rank's rows, because the exchange weighs all of this rank's gradient by them.
         reduce = super().all_reduce
 
         @tf.custom_gradient
@@ -109,8 +109,9 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
     def _exchange(self, optimizer, gradients: list, variables: list[tf.Variable]) -> list:
         """Exchanges this replica's gradients.
 
-        A custom loop's are those of its part of the loss. Times the number of equal parts, over what this one weighs,
-        they are those of a loss of its rows, as a model's.
+        In a custom loop, they are the gradients of this replica's part of the loss. They are multiplied by the number
+        of parts and divided by the weight of this part. That makes them gradients of a loss over this replica's rows,
+        as in a model's step.
         """
         num_parts, weight = self._hooks.num_loss_parts, self._hooks.num_rows
         if num_parts > 1 and self.strategy.num_replicas_in_sync > 1:
@@ -124,10 +125,10 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
             return super().merge_call(merge_fn, args, kwargs)
 
     def _loss_scaled_update(self, merge_fn, args, kwargs):
-        """Exchanges before the optimizer asks whether all gradients are finite.
+        """Exchanges gradients before the optimizer checks that all of them are finite.
 
-        The update comes in a branch of that condition. A rank whose gradients overflow does not run it; were the
-        exchange in there, others would wait for that rank.
+        The optimizer updates within a branch of that condition. A rank whose gradients overflow does not run the
+        branch. If the exchange were in the branch, other ranks would wait for that rank.
         """
         grads, trainable_variables = args
         optimizer = inspect.getclosurevars(merge_fn).nonlocals["self"]
@@ -149,23 +150,23 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
 
 
 class Extended:
-    """Hooks around training steps and training data: what strategies of one device and of several have in common.
+    """Hooks around training steps and training data, common to strategies of one device and of several.
 
     Args:
       strategy: The strategy.
-      hooks: What is asked.
-      *arguments: Those of TensorFlow's class beside it.
+      hooks: The hooks to call.
+      *arguments: The arguments of the next base class, which is TensorFlow's.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, *arguments: Any):
         super().__init__(strategy, *arguments)
         self.hooks = hooks
-        # The trace of the step that is being traced: Keras re-enters the replica context within a step.
+        # Kept here because Keras re-enters the replica context within a step.
         self._trace: StepTrace | None = None
 
     @property
     def stream(self) -> int:
-        """Which random numbers are drawn now: those of this replica in a training step, else 0, as everywhere."""
+        """The number of the random stream to draw from: this replica's in a training step, otherwise the common 0."""
         if self._trace is None or not self._trace.draws_apart:
             return 0
         context = tf.distribute.get_replica_context()
@@ -173,11 +174,11 @@ class Extended:
 
     @property
     def in_step(self) -> bool:
-        """Whether a training step is being traced, or run eagerly."""
+        """True if a training step is being traced, or run eagerly."""
         return self._trace is not None
 
     def note_created(self, variable: tf.Variable) -> tf.Variable:
-        """Notes a variable that was made in the scope, and returns it."""
+        """Records a variable that was created in the scope, and returns it."""
         if variable.trainable:
             self.hooks.note_created(variable)
         return variable
@@ -189,7 +190,7 @@ class Extended:
 
     @contextlib.contextmanager
     def decaying(self, variables: Sequence) -> Iterator[None]:
-        """A context in which an optimizer decays variables: what it assigns is a part of its update."""
+        """A context in which an optimizer decays variables: its assignments are a part of its update."""
         if self._trace is None:
             yield
             return
@@ -198,17 +199,17 @@ class Extended:
             yield
 
     def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence, values: Collection[int] = ()) -> None:
-        """Has an optimizer apply gradients: `apply(gradients)`, where the step that is being traced comes to that.
+        """Calls `apply(gradients)` once for this process, with the sums of its devices' gradients.
 
         Args:
-          apply: Applies them.
-          gradients: Of this device.
-          values: The indices of those that are no gradients, but new values, such as scales of float8.
+          apply: Makes the optimizer apply gradients.
+          gradients: The gradients of this device.
+          values: The indices of entries that are new values instead of gradients, such as scales of float8.
         """
         apply(gradients)
 
     def of_process(self, fn: Callable[[], Any]) -> Any:
-        """What `fn()` returns of what all devices of this process have done in the step that is being traced."""
+        """Returns `fn()`, called once when all devices of this process have reached this point of the traced step."""
         return fn()
 
     @property
@@ -216,7 +217,7 @@ class Extended:
         trains_model = self._trace is not None and self._trace.model is not None  # Also by `train_on_batch`.
         return 1 if trains_model else self.hooks.num_loss_parts * len(self.worker_devices)
 
-    # TensorFlow asks these for the number of a replica among all, and for that of its device in this process.
+    # TensorFlow calls these for a replica's number among all replicas, and for its number in this process.
 
     def _get_replica_id_in_sync_group(self, replica_id):
         return self.hooks.replicas.first + replica_id
@@ -225,7 +226,7 @@ class Extended:
         return replica_id_in_sync_group - self.hooks.replicas.first
 
     def _value_contexts(self) -> list[tf.distribute.experimental.ValueContext]:
-        """What `experimental_distribute_values_from_function` calls its function with, for each device."""
+        """The arguments for the function of `experimental_distribute_values_from_function`, one per device."""
         replicas = self.hooks.replicas
         ids = range(replicas.first, replicas.first + len(self.worker_devices))
         return [tf.distribute.experimental.ValueContext(each, replicas.number) for each in ids]
@@ -256,12 +257,12 @@ class Extended:
         return self._as_one(fn, args, kwargs)
 
     def _as_one(self, fn, args, kwargs):
-        """Calls what is done once in this process, on its first device, whatever its number of devices."""
+        """Calls `fn` once for this process, on its first device, whatever the number of devices."""
         with tf.device(self.worker_devices[0]), ReplicaContext(self._container_strategy(), self.hooks, self._trace):
             return fn(*args, **kwargs)
 
-    # Datasets stay plain `tf.data.Dataset`s, as without a strategy. TensorFlow's distributed ones iterate through a
-    # MultiDeviceIterator, whose background thread was seen to use an iterator that had been deleted, and crash.
+    # Datasets stay plain `tf.data.Dataset`s, as without a strategy. TensorFlow's distributed datasets iterate through a
+    # MultiDeviceIterator. Its background thread was seen to use a deleted iterator, and crash.
 
     def _experimental_distribute_dataset(self, dataset, options):
         del options
@@ -276,7 +277,7 @@ class OneDevice(Extended, one_device_strategy.OneDeviceExtended):
     """One replica on one device."""
 
     def _create_variable(self, next_creator, **kwargs):
-        if is_own(kwargs.get("name")):  # It is where the strategy says: what `tf.data` reads, and counters, on the CPU.
+        if is_own(kwargs.get("name")):  # The strategy has placed it: counters, and what `tf.data` reads, on the CPU.
             return next_creator(**kwargs)
         return self.note_created(super()._create_variable(next_creator, **kwargs))
 

@@ -1,4 +1,4 @@
-"""How ranks share the training data."""
+"""Shares the training data among ranks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hop_tf.keras_hook.pipelines import reads_generator, reads_service, reads_wo
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares, equal_slice
 
-# Of the shuffles in a custom loop: ranks have not agreed on a seed when a dataset is distributed.
+# The seed of shuffles in a custom loop: ranks have not agreed on a seed yet when a dataset is distributed.
 _SEED_OF_LOOPS = 0
 
 
 class _Sharding(enum.Enum):
-    """How ranks share a dataset."""
+    """The ways in which ranks share a dataset."""
 
     NONE = enum.auto()
     BY_SLICES = enum.auto()
@@ -34,23 +34,24 @@ class _Sharding(enum.Enum):
 
 
 class DataSharding:
-    """Which part a rank takes of the datasets that Keras, or the user, has distributed.
+    """Takes this rank's part of the datasets that Keras, or the user, has distributed.
 
-    Of those of a `fit`, the first is the training data: ranks share it. What is for validation or prediction, every
-    rank takes whole.
+    The first dataset of a `fit` is the training data, which ranks share. Every rank takes all of the data for
+    validation and prediction.
 
     Args:
       rank: This rank.
       world_size: Number of ranks.
       note_first: Called with a digest of the first batch of the training data, in each epoch.
-      shares: What part of each batch a rank takes. Default: all take equal parts.
+      shares: The part of each batch that each rank takes. Default: equal parts.
       seed: Returns the seed of the order in which the running `fit` shuffles.
       roster: The ranks that share the batches of `fit`. Default: all ranks share them.
-      slices_in_step: Whether `fit` gets whole batches, of which a step takes `own_rows`, so that ranks change in the
-        same step. Otherwise batches that were read ahead keep their slices when the roster changes. Default False.
+      slices_in_step: True if `fit` gets whole batches, and a step takes its rows by `own_rows`. All ranks then follow
+        the roster in the same step. Otherwise batches that were read ahead keep their slices when the roster changes.
+        Default False.
 
     Attributes:
-      num_batches: Of an epoch of the training data that ranks share in the running `fit`; 0 if it is not known.
+      num_batches: Batches in an epoch of the training data that ranks share in the running `fit`; 0 if not known.
     """
 
     def __init__(
@@ -79,27 +80,27 @@ class DataSharding:
         self._inside_keras = 0
 
     def begin_fit(self, x: object) -> None:
-        """A `fit` on `x` begins."""
+        """Called when a `fit` on `x` begins."""
         self._awaits_first = True
         if isinstance(x, tf.data.Dataset):
             self._of_next = _Sharding.NONE if x in self._whole else _Sharding.BY_POLICY
         elif isinstance(x, types.GeneratorType):
             self._of_next = _Sharding.OF_GENERATOR
-        else:  # Keras sets a policy for the datasets that it makes of arrays: that one is not the user's wish.
+        else:  # Keras makes a dataset of `x`, and sets a policy that the user has not chosen.
             self._of_next = _Sharding.BY_SLICES
 
     def end_fit(self) -> None:
-        """The `fit` has ended, with or without its data."""
+        """Called when the `fit` has ended, even if it has never distributed its data."""
         self._of_next = _Sharding.NONE
         self.num_batches = 0
         if self._roster is not None:
             self._roster.use(False)
 
     def count_batches(self, number: int | None) -> bool:
-        """Keras has counted the batches of the dataset that it has distributed last.
+        """Called when Keras has counted the batches of the dataset that it has distributed last.
 
         Returns:
-          True if it is the first one of the running `fit`.
+          True if that is the first dataset of the running `fit`.
         """
         is_first, self._awaits_first = self._awaits_first, False
         if self._counts_next:
@@ -109,12 +110,12 @@ class DataSharding:
 
     @property
     def is_inside_keras(self) -> bool:
-        """Whether `fit`, `evaluate` or `predict` runs."""
+        """True if `fit`, `evaluate` or `predict` runs."""
         return self._inside_keras > 0
 
     @contextlib.contextmanager
     def keras_call(self) -> Iterator[None]:
-        """Inside Keras's own calls data is shared out by `fit` alone."""
+        """Surrounds Keras's own calls. Within them, ranks share only the training data of `fit`."""
         self._inside_keras += 1
         try:
             yield
@@ -122,11 +123,11 @@ class DataSharding:
             self._inside_keras -= 1
 
     def take_whole(self, dataset: tf.data.Dataset) -> None:
-        """`fit` is to use this dataset as it is: it is this rank's part already."""
+        """Makes `fit` use this dataset as it is: the dataset is this rank's part already."""
         self._whole.add(dataset)
 
     def part_of(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """This rank's part of a dataset that is distributed; all of it where no `fit` waits for its training data."""
+        """This rank's part of a distributed dataset; all of it if Keras distributes data other than training data."""
         sharding = self._of_next if self._inside_keras else _Sharding.BY_POLICY
         self._of_next = _Sharding.NONE
         if self._world_size == 1:
@@ -140,8 +141,8 @@ class DataSharding:
         if sharding is _Sharding.NONE:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
-        # Under DATA every rank reads everything and keeps its share: that is what slices are. TensorFlow's own sharding
-        # would leave empty batches to some ranks.
+        # Under DATA every rank reads all data and keeps its share, as with slices. TensorFlow's own sharding would
+        # leave empty batches to some ranks.
         by_slices = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
         if sharding is _Sharding.BY_POLICY and policy is not tf.data.experimental.AutoShardPolicy.OFF:
             seed = self._seed() if self._inside_keras else _SEED_OF_LOOPS
@@ -150,7 +151,7 @@ class DataSharding:
             if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
                 _check_endless(dataset)
             return shard_by_policy(dataset, self._rank, self._world_size, self._shares)
-        if sharding is _Sharding.OF_GENERATOR:  # Keras reads it ahead: batches would be lost with the iterator.
+        if sharding is _Sharding.OF_GENERATOR:  # Keras prefetches: those batches would be lost with the iterator.
             dataset = without_prefetch(dataset)
         self._counts_next = self._inside_keras > 0
         note_first = self._note_first if self._inside_keras else None
@@ -168,10 +169,10 @@ class DataSharding:
         )
 
     def own_rows(self, batch: Any) -> Any:
-        """Emits the ops that take this rank's rows of what a training step gets, unless `part_of` has taken them.
+        """Emits the ops that take this rank's rows of a training step's input, unless `part_of` has taken them.
 
         Args:
-          batch: Any structure of tensors, and of other things, which are left as they are.
+          batch: Any structure of tensors. Other leaves are left as they are.
         """
         if self._roster is None or not self._slices_in_step:
             return batch
@@ -183,7 +184,7 @@ class DataSharding:
 
 
 def _check_endless(dataset: tf.data.Dataset) -> None:
-    """Under OFF, batches are divided: there are more of them than Keras has counted, and it would leave some out."""
+    """Raises ValueError, under OFF, if a dataset ends: Keras counts batches before they are divided, and skips some."""
     num_batches = int(dataset.cardinality())
     if num_batches >= 0:
         raise ValueError(
@@ -206,8 +207,9 @@ def slice_global_batches(
     """Keeps this rank's slice of every global batch.
 
     Rank r of N takes the rows n * r // N up to max(n * (r + 1) // N, n * r // N + 1) of a batch of n rows: contiguous
-    slices that differ by at most one row. A batch with fewer rows than ranks is shared, so that no rank sees an empty
-    batch and all ranks take the same number of steps. With `shares`, slices are in proportion to these.
+    slices that differ by at most one row. If a batch has fewer rows than ranks, some ranks take the same row. So no
+    rank sees an empty batch, and all ranks take the same number of steps. With `shares`, slices are in proportion to
+    these.
 
     Args:
       dataset: Yields global batches: any structure of tensors, also sparse or ragged, with the batch as first
@@ -215,22 +217,22 @@ def slice_global_batches(
       rank: This rank.
       world_size: Number of ranks.
       note_first: Called with a digest of the first global batch of each epoch, on a thread of TensorFlow's.
-      shares: What part a rank takes. Default: all take equal parts.
+      shares: The part of each batch that each rank takes. Default: equal parts.
       roster: The ranks that share a batch when it is sliced, by their shares. Default: all ranks share it.
-      takes_all: Whether the rank takes whole batches, of which it takes its rows later. Default False.
+      takes_all: True if the rank takes whole batches here, and its rows of them later. Default False.
 
     Returns:
       A dataset of the same cardinality.
     """
 
     def slice_of(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        if takes_all:  # They are sliced all the same: so what cannot be is refused here.
+        if takes_all:  # The whole batch is still sliced: that refuses what cannot be sliced.
             return tf.constant(0, tf.int64), rows
         if roster is not None:
             return roster.slice_of(rows)
         return equal_slice(rows, rank, world_size) if shares is None else shares.slice_of(rows)
 
-    # To convert a function costs seconds: of every start, and of every rank that is started again.
+    # AutoGraph's conversion takes seconds, at every start and every restart of a rank.
     @tf.autograph.experimental.do_not_convert
     def slice_batch(index, batch):
         leaves = [leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)]
@@ -248,8 +250,8 @@ def slice_global_batches(
     def slices(**arguments: object) -> tf.data.Dataset:
         return note_equal_rows(dataset.enumerate().map(slice_batch, **arguments))
 
-    # With automatic shares, what is sliced is trained on next: all ranks change in one step. A generator cannot be
-    # rewound: what is read ahead is lost with the iterator, at another batch on each rank.
+    # With automatic shares, the next step trains on the batch that is sliced now: all ranks change in one step. A
+    # generator cannot be rewound: batches that were read ahead are lost with the iterator, others on each rank.
     are_late = shares is not None and shares.is_automatic and not takes_all
     if are_late or reads_generator(dataset):
         return slices().with_options(_without_prefetching())
@@ -259,9 +261,10 @@ def slice_global_batches(
 
 
 def _note_digest(batch: Any, note: Callable[[int], None], order: str) -> None:
-    """Emits the op that calls `note` with a digest of the order and the batch's targets; of all of it, if it has none.
+    """Emits the op that calls `note` with a digest of `order` and the batch's targets.
 
-    Targets may be alike in another order. Inputs may be augmented at random, on each rank in another way.
+    Without targets, the whole batch counts. The order is included because targets may be the same in another order.
+    Inputs are left out because each rank may augment them at random.
     """
     has_targets = isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
     leaves = tf.nest.flatten(batch[1] if has_targets else batch, expand_composites=True)
@@ -273,7 +276,7 @@ def _note_digest(batch: Any, note: Callable[[int], None], order: str) -> None:
 
 
 def _without_prefetching() -> tf.data.Options:
-    """Options with which TensorFlow takes batches when they are asked for."""
+    """Options that keep TensorFlow from reading batches ahead."""
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     options.experimental_optimization.map_parallelization = False
@@ -283,9 +286,10 @@ def _without_prefetching() -> tf.data.Options:
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turns tf.data's autotuner off for `dataset`, unless the user's options turned it on or off.
 
-    The autotuner's thread (TensorFlow 2.21) can miss its own cancellation and sleep on for up to a minute, and whoever
-    drops the iterator waits for it: one rank's `fit` would end that much later, and an interrupt or a lost peer be
-    noticed that much later. `tf.data.AUTOTUNE` then means as many parallel calls as there are cores, from the start.
+    The autotuner's thread (TensorFlow 2.21) can miss its own cancellation and sleep on for up to a minute. Dropping the
+    iterator waits for this thread. One rank's `fit` would then end up to a minute late, and notice an interrupt or a
+    lost peer as late. Without the autotuner, `tf.data.AUTOTUNE` means as many parallel calls as there are cores, from
+    the start.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset
@@ -295,7 +299,7 @@ def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _is_sliceable(leaf) -> bool:
-    """True if a step may slice it. A rank's own data may have parts without rows, which stay as they are."""
+    """True if a step may slice `leaf`. A rank's own data may have leaves without rows, which stay as they are."""
     is_tensor = isinstance(leaf, (tf.Tensor, tf.SparseTensor, tf.RaggedTensor))
     return is_tensor and leaf.shape.rank != 0
 
@@ -329,7 +333,7 @@ def shard_by_policy(
 
 
 def _divided_batches(dataset: tf.data.Dataset, number: int, shares: BatchShares | None) -> tf.data.Dataset:
-    """Makes that many batches of each batch: those of a job that ranks share are each read by one rank."""
+    """Makes `number` batches of each batch. In a job that ranks share, one rank reads each of these."""
     if shares is not None:
         raise ValueError(
             "`batch_shares` must be None with a job of the tf.data service that ranks share: the service decides which "
@@ -347,7 +351,7 @@ def _divided_batches(dataset: tf.data.Dataset, number: int, shares: BatchShares 
 
 
 def _shared_batch_size(dataset: tf.data.Dataset, batch_size: int, shares: BatchShares) -> tf.Tensor:
-    """This rank's part of the batch size, where each rank reads all of the data."""
+    """This rank's part of the batch size, if each rank reads all of the data."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if shares.is_automatic or policy is not tf.data.experimental.AutoShardPolicy.OFF:
         raise ValueError(
@@ -360,13 +364,13 @@ def _shared_batch_size(dataset: tf.data.Dataset, batch_size: int, shares: BatchS
 
 
 def divide(batch: Any, number: int) -> tuple[list, list]:
-    """Divides a batch into contiguous parts that differ by at most one row; none is empty.
+    """Divides a batch into contiguous parts that differ by at most one row. Each part has at least one row.
 
-    Of a batch of fewer rows than parts, some rows belong to two parts; in one of these they do not count.
+    If a batch has fewer rows than parts, some rows belong to two parts. One of these parts then has the share 0.
 
     Args:
-      batch: Any structure of tensors, also sparse or ragged, of arrays, and of what has no rows: None, or an optional.
-      number: How many parts.
+      batch: Any structure of tensors (also sparse or ragged), arrays, and leaves without rows: None, or an optional.
+      number: Number of parts.
 
     Returns:
       The parts, and each one's share of the rows.
@@ -383,7 +387,7 @@ def divide(batch: Any, number: int) -> tuple[list, list]:
 
 
 def count_rows(batch: Any) -> int | tf.Tensor | None:
-    """The number of rows of a batch, as of `divide`: an integer where it is known; None if nothing has rows."""
+    """The number of rows of a batch, as `divide` takes it: an int if it is known; None if no leaf has rows."""
     leaf = next((leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)), None)
     if leaf is None or leaf.shape[0] is not None:
         return None if leaf is None else int(leaf.shape[0])

@@ -14,8 +14,8 @@ def refuse_times(*, emulates: bool, measures: bool) -> None:
     """Refuses settings that make a step depend on time, under op determinism.
 
     Args:
-      emulates: Whether the launcher asks for emulated compute.
-      measures: Whether batch shares follow from measured times.
+      emulates: True if the launcher asks for emulated compute.
+      measures: True if batch shares follow from measured times.
 
     Raises:
       ValueError: If a setting depends on time, and TensorFlow's operations must be deterministic.

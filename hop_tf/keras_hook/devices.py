@@ -1,9 +1,9 @@
 """Several devices of one process as one rank.
 
-A training step runs on each device, with the device's part of the batch, as under `tf.distribute.MirroredStrategy`:
-each device has a copy of all variables. When the step applies its gradients, these are added up over the devices. From
-there on everything is done once in the process, as if it had one device: what the optimizer does before its update, the
-exchange, and what a strategy does with weights. All copies of a variable are assigned together.
+A training step runs on each device, with the device's part of the batch, as under `tf.distribute.MirroredStrategy`.
+Each device has a copy of all variables. When the step applies its gradients, these are added up over the devices. From
+there on the process does everything once, as if it had one device. That covers the optimizer's work before its update,
+the exchange, and a strategy's work on weights. All copies of a variable are assigned together.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from hop_tf.keras_hook.trace import is_keras_step, is_predict_step
 from hop_tf.keras_hook.variables import is_own
 from hop_tf.options import DEVICES_VARIABLE, devices_per_worker
 
-# Of gradients, what TensorFlow's operation for NCCL takes: no bfloat16.
+# The types of gradients that TensorFlow's operation for NCCL takes: no bfloat16.
 _NCCL_TYPES = (tf.float16, tf.float32, tf.float64)
 
 
 class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
-    """A copy of the model on each device; one rank.
+    """One rank with a copy of the model on each device.
 
     Args:
       strategy: The strategy.
-      hooks: What is asked.
-      devices: Their names; at least two.
+      hooks: The hooks to call.
+      devices: The names of the devices, at least two.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str]):
-        strategy._collective_key_base = 0  # As in `MirroredStrategy`: the class beside looks for it there.
-        # Not TensorFlow's default: when a step has failed, collective operations are of no use any more in the process.
+        strategy._collective_key_base = 0  # As in `MirroredStrategy`: the base class reads it there.
+        # Not TensorFlow's default: after a failed step, collective operations no longer work in the process.
         self._has_nccl = _have_nccl(devices)
         add_up = tf.distribute.NcclAllReduce() if self._has_nccl else tf.distribute.ReductionToOneDevice()
         super().__init__(strategy, hooks, devices, add_up)
-        # What each device's gradient counts in the step that is being traced; None: they add up.
+        # The weight of each device's gradient in the step that is being traced; None adds gradients as they are.
         self._shares: Sequence | None = None
-        # What datasets of `PerReplica` values were before each batch was divided.
+        # For each dataset of `PerReplica` values, the dataset before its batches were divided.
         self._undivided: weakref.WeakKeyDictionary[tf.data.Dataset, tf.data.Dataset] = weakref.WeakKeyDictionary()
 
     @property
     def worker_devices_by_replica(self):
-        return [[]] * self.hooks.replicas.first + super().worker_devices_by_replica  # By the numbers among all ranks.
+        return [[]] * self.hooks.replicas.first + super().worker_devices_by_replica  # By replica ids.
 
     # Variables.
 
     def _create_variable(self, next_creator, **kwargs):
-        if is_own(kwargs.get("name")):  # It is there once, where the strategy says.
+        if is_own(kwargs.get("name")):  # The strategy has placed its one copy.
             return next_creator(**kwargs)
         colocate_with = kwargs.get("colocate_with")
         if isinstance(colocate_with, tf.Variable) and not _is_copied(colocate_with):
@@ -69,8 +69,8 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         if self._trace is None or tf.executing_eagerly():
             variable = super()._create_variable(next_creator, **kwargs)
         else:
-            # A step's own, such as slots in a custom loop, is there before the step runs. `tf.function` would make it
-            # while it runs, as it cannot lift a copy's initial value, which is that of the first one.
+            # Creates a step's own variable, such as a slot in a custom loop, before the step runs. `tf.function` would
+            # create it during the step: it cannot lift the initial value of a copy, which is the first copy's value.
             with tf.init_scope():
                 variable = super()._create_variable(_create, **kwargs)
         if type(variable) is values.MirroredVariable:
@@ -108,7 +108,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
         if trains or is_known:
             return run_on_devices()
-        # Not less than a row for each device: what a user has written need not know what the mean of nothing is.
+        # At least one row per device, because user code may not handle an empty batch.
         return tf.cond(
             num_rows >= number,
             lambda: tf.nest.map_structure(lambda each: self._with_rest(each, each), run_on_devices()),
@@ -116,26 +116,26 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         )
 
     def _on_first_device(self, fn, args, kwargs):
-        """What a step of Keras's that trains nothing returns, as if it ran on all devices."""
+        """Runs a step of Keras's that trains nothing on the first device. The result looks as if all had run it."""
         result = self._as_one(fn, args, kwargs)
         rest = without_rows(result) if is_predict_step(fn) else result
         return tf.nest.map_structure(self._with_rest, result, rest)
 
     def _with_rest(self, first: Any, rest: Any) -> values.PerReplica:
-        """A value of the first device and one of all others, unless there is one of each."""
+        """A value for each device: `first`, and `rest` for all others. A `PerReplica` has one for each already."""
         if isinstance(first, values.PerReplica):
             return first
         return values.PerReplica([first, *([rest] * (len(self.worker_devices) - 1))])
 
     def _on_devices(self, fn, args, kwargs, shares):
-        """Runs a step on each device; `shares`: what the gradients of each count, None: they add up."""
+        """Runs a step on each device. `shares` are the weights of the gradients; None adds gradients as they are."""
         self._shares = shares
         first = self._trace.comes_first
 
         @tf.autograph.experimental.do_not_convert
         def on_device(*args, **kwargs):
             record_summaries(self._context_of_device()._replica_id == 0)
-            with tf.control_dependencies(first):  # Each device's thread has such of its own.
+            with tf.control_dependencies(first):  # Each device has its own thread.
                 return fn(*args, **kwargs)
 
         run = fn if isinstance(fn, tf.types.experimental.PolymorphicFunction) and not first else on_device
@@ -151,7 +151,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
     def apply_once(self, apply: Callable[[Sequence], None], gradients: Sequence, values: Collection[int] = ()) -> None:
         context = self._context_of_device()
-        if context is None:  # They have been added up, or this is no step.
+        if context is None:  # The gradients are sums already, or this is no step.
             apply(gradients)
             return
         if self._shares is not None:
@@ -175,14 +175,14 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         return context.merge_call(tf.autograph.experimental.do_not_convert(lambda strategy: fn()))
 
     def _context_of_device(self) -> tf.distribute.ReplicaContext | None:
-        """That of the device that a step is traced for; None where it is traced for the process."""
+        """The context of the device that a step is traced for; None if the step is traced for the process."""
         context = tf.distribute.get_replica_context()
         return None if self._trace is None or isinstance(context, ReplicaContext) else context
 
     def _added_up(self, gradients: Sequence, maxima: Collection[int] = ()) -> list:
-        """The sum over the devices of each gradient: on the first one, or on all, where NCCL adds up.
+        """The sum over the devices of each gradient: on the first device, or on all devices if NCCL adds up.
 
-        Those in `maxima` are the maximum over the devices.
+        Entries with an index in `maxima` are the maximum over the devices.
         """
         sums, of_types = list(gradients), collections.defaultdict(list)
         with tf.device(self.worker_devices[0]):
@@ -203,10 +203,10 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         return sums
 
     def _all_reduced(self, gradients: Sequence[values.PerReplica]) -> list:
-        """The sums of gradients of one type, by NCCL: on the first device where they are exchanged, else on all."""
+        """NCCL's sums of gradients of one type: on the first device if `exchange` replaces them, otherwise on all."""
         pairs = [(each, each) for each in gradients]
         totals = self._cross_device_ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
-        # An all-reduce begins when all devices take part. TensorFlow leaves out those whose sums nobody asks for.
+        # An all-reduce begins when all devices take part, but TensorFlow prunes devices whose sums are not used.
         all_take_part = tf.group(*(each for total in totals for each in total.values))
         with tf.control_dependencies([all_take_part]):
             if self.hooks.replaces_gradients:
@@ -214,9 +214,9 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
             return [values.Mirrored([_kept(each) for each in total.values]) for total in totals]
 
     def _make_alike(self) -> None:
-        """Makes the copies of a state alike that each device has assigned by itself.
+        """Makes the copies of a state equal again after each device has assigned its own.
 
-        They become their mean if ranks average the state, too, and otherwise what the first device has.
+        The copies become their mean if ranks average the state, too. Otherwise they become the first device's copy.
         """
         shares = self._shares or [1 / len(self.worker_devices)] * len(self.worker_devices)
         for variable in self._trace.assigned_on_devices():
@@ -228,10 +228,10 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
                 mean = tf.add_n(parts)
             variable.assign(mean)
 
-    # What combines values of several replicas: first those of this process.
+    # Values of several replicas are combined within the process first, then over ranks.
 
     def _reduce(self, reduce_op, value):
-        if isinstance(value, values.SyncOnReadVariable):  # So a metric is read, which belongs to this rank.
+        if isinstance(value, values.SyncOnReadVariable):  # This reads a metric, which belongs to this rank.
             return super()._reduce(reduce_op, value)
         return self.hooks.reduce(
             reduce_op, tf.nest.map_structure(lambda each: self._of_devices(reduce_op, each), value)
@@ -257,7 +257,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         del destinations, options
         return self.hooks.gather(tf.concat(self._local_results(value), axis), axis)
 
-    # Datasets: Keras's batches are divided in the step. Those of a loop of the user's come divided.
+    # Datasets: Keras's batches are divided in the step, batches of a custom loop in the dataset.
 
     def _experimental_distribute_dataset(self, dataset, options):
         part = super()._experimental_distribute_dataset(self._undivided.get(dataset, dataset), options)
@@ -284,7 +284,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
 
 class _Copies(values.MirroredVariable):
-    """A variable with a copy on each device. What is done once in the process assigns all of them."""
+    """A variable with a copy on each device. Code that runs once for the process assigns all copies."""
 
     def _update_replica(self, update_fn, value, **kwargs):
         context = tf.distribute.get_replica_context()
@@ -318,7 +318,7 @@ def _has_parts(batch) -> bool:
 
 
 def _explain_parts(error: Exception) -> None:
-    """Raises ValueError where a step has failed as it took a batch, with all its parts, by itself."""
+    """Raises ValueError if a step has failed because it took a batch by itself, with the parts of all devices."""
     if f"{values.PerReplica.__name__}:{{" in str(error):
         raise ValueError(
             "a step that runs on several devices must get its part of a batch by its arguments: take the batch outside "
@@ -333,7 +333,7 @@ def _rows_of_parts(batch) -> list[tf.Tensor]:
 
 
 def _have_nccl(devices: Sequence[str]) -> bool:
-    """Whether NCCL adds up over these devices: GPUs, each of them whole."""
+    """True if NCCL can add up over these devices: all are GPUs, and no GPU is divided into logical devices."""
     num_logical, num_visible = (
         len(get("GPU")) for get in (tf.config.list_logical_devices, tf.config.get_visible_devices)
     )
@@ -349,7 +349,7 @@ def _is_sparse(gradient) -> bool:
 
 
 def _kept(tensor: tf.Tensor) -> tf.Tensor:
-    """The same tensor, on its device, when what comes before has been done."""
+    """The same tensor, on its device, after the control dependencies of the context."""
     with tf.device(tensor.device):
         return tf.identity(tensor)
 
@@ -365,16 +365,16 @@ def _scaled(gradient, share):
 
 
 def make_extended(strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str] | None) -> Extended:
-    """What a strategy does on the devices of its process.
+    """Makes the `Extended` of a strategy for the devices of its process.
 
     Args:
       strategy: The strategy.
-      hooks: What is asked.
-      devices: Their names. Default: all GPUs that this process sees, or one CPU; where `DEVICES_VARIABLE` is set, so
-        many logical ones.
+      hooks: The hooks to call.
+      devices: The names of the devices. Default: all GPUs that this process sees. Without a GPU, the default is one
+        CPU, or as many logical CPUs as `DEVICES_VARIABLE` says.
 
     Raises:
-      ValueError: If a device is not there or is given twice, or they are of several kinds.
+      ValueError: If a device does not exist or is given twice, or if devices are of several kinds.
     """
     devices = _default_devices() if devices is None else _checked_devices(devices)
     return OneDevice(strategy, hooks, devices[0]) if len(devices) == 1 else SeveralDevices(strategy, hooks, devices)
@@ -393,10 +393,10 @@ def _default_devices() -> list[str]:
 
 
 def _make_logical_cpus(number: int) -> None:
-    """Makes several devices of the processor, which share its cores.
+    """Makes several logical devices of the processor, which share its cores.
 
     Raises:
-      ValueError: If it is too late: TensorFlow has been used before.
+      ValueError: If TensorFlow has been used before, which is too late.
     """
     (cpu,) = tf.config.list_physical_devices("CPU")
     if len(tf.config.get_logical_device_configuration(cpu) or ()) >= number:

@@ -19,7 +19,7 @@ def build_from_first(
     num_devices: int,
     own_rows: Callable[[Any], Any],
 ) -> None:
-    """Builds a model from the first batch, as it comes to a device.
+    """Builds a model from the part of the first batch that a device gets.
 
     Args:
       build: Builds the model from a batch; None if the model has nothing to build.
@@ -64,7 +64,7 @@ def no_batch(context: tf.distribute.InputContext) -> ValueError:
 
 
 def _fixed_batch_size(model: keras.Model) -> int | None:
-    """The number of rows that the model was made for, as by `keras.Input(batch_shape=...)`; None if it takes any."""
+    """The number of rows that the model was made for, as by `keras.Input(batch_shape=...)`; None for any number."""
     sizes = {each.shape[0] for each in getattr(model, "inputs", None) or () if each.shape} - {None}
     return sizes.pop() if len(sizes) == 1 else None
 

@@ -1,4 +1,4 @@
-"""`TrainingHooks`: what a strategy is asked while a model is trained."""
+"""`TrainingHooks`: the calls that a strategy gets while a model is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hop_tf.keras_hook.trace import StepTrace
 
 
 class TrainingHooks(abc.ABC):
-    """What is asked while models are trained: `Extended.hooks` of the strategy that they are trained under."""
+    """The calls that a strategy gets while its models are trained: `Extended.hooks`."""
 
     @abc.abstractmethod
     def fit_session(self, x: Any, callbacks: Any = None) -> contextlib.AbstractContextManager:
@@ -31,29 +31,29 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def own_rows(self, batch: Any) -> Any:
-        """This rank's rows of what a model's `train_step` gets, where `shard` has left whole batches."""
+        """This rank's rows of the input of a model's `train_step`, if `shard` has left whole batches."""
 
     @abc.abstractmethod
     def take_whole(self, dataset: tf.data.Dataset) -> None:
-        """Called with a dataset that is this rank's part already: it is not to be divided among ranks again."""
+        """Called with a dataset that is this rank's part already, so that ranks do not divide it again."""
 
     @property
     @abc.abstractmethod
     def is_inside_keras(self) -> bool:
-        """Whether `fit`, `evaluate` or `predict` runs."""
+        """True if `fit`, `evaluate` or `predict` runs."""
 
     @abc.abstractmethod
     def count_batches(self, number: int | None) -> bool:
         """Called when Keras has had a dataset distributed, with the number of its batches; None if Keras does not know.
 
         Returns:
-          True if it is the first one of a `fit`: the training data.
+          True if that is the first dataset of a `fit`: the training data.
         """
 
     @property
     @abc.abstractmethod
     def num_loss_parts(self) -> int:
-        """How many parts a loss has, whose gradients add up; 1 where each rank's gradient is that of a loss."""
+        """The number of parts of a loss whose gradients add up; 1 if each rank's gradient is that of a whole loss."""
 
     @property
     @abc.abstractmethod
@@ -63,7 +63,7 @@ class TrainingHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def shuffle_seed(self) -> int | None:
-        """The seed of the order in which the running `fit` shuffles; None: ranks need not agree on that."""
+        """The seed of the order in which the running `fit` shuffles; None if ranks may shuffle differently."""
 
     @property
     @abc.abstractmethod
@@ -72,16 +72,16 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def enter_step(self, trace: StepTrace) -> None:
-        """Called when `run(fn)` begins, before `fn` is."""
+        """Called when `run(fn)` begins, before `fn`."""
 
     @abc.abstractmethod
     def exchange(self, optimizer: Any, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
-        """Called right before `optimizer` updates `variables`; returns the gradients that it is to apply."""
+        """Called right before `optimizer` updates `variables`. Returns the gradients for the optimizer to apply."""
 
     @property
     @abc.abstractmethod
     def replaces_gradients(self) -> bool:
-        """Whether `exchange` computes with the gradients; else it returns them."""
+        """True if `exchange` computes with the gradients. Otherwise it returns them unchanged."""
 
     @abc.abstractmethod
     def note_created(self, variable: tf.Variable) -> None:
@@ -89,7 +89,7 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def refuse_update(self, optimizer: Any) -> None:
-        """Called when `optimizer`, which was made in the scope, updates variables outside of `run`; may raise."""
+        """Called when `optimizer`, which was created in the scope, updates variables outside of `run`. May raise."""
 
     @abc.abstractmethod
     def reduce(self, reduce_op: tf.distribute.ReduceOp, value: Any) -> Any:
@@ -101,26 +101,26 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def after_update(self, optimizer: Any, trace: StepTrace, variables: list[tf.Variable]) -> None:
-        """Called right after `optimizer` has updated `variables`; follows every `exchange`."""
+        """Called right after `optimizer` has updated `variables`. Follows every `exchange`."""
 
     @abc.abstractmethod
     def around_step(self, step: Callable[[], Any], arguments: Any, model: keras.Model) -> Any:
-        """Called with the whole of a model's `train_step`, enter_step to leave_step; runs it or passes it over."""
+        """Called with a model's whole `train_step`, from `enter_step` to `leave_step`. Runs the step or skips it."""
 
     @property
     @abc.abstractmethod
     def is_behind(self) -> bool:
-        """Whether `fit` passes over steps now: this rank was started again, and is not yet where the others are."""
+        """True if `fit` skips steps now, because this rank has yet to catch up with the others."""
 
     @property
     @abc.abstractmethod
     def leaves_out_validation(self) -> bool:
-        """True if `fit` leaves out the validation of this epoch: the rank is behind, or has made no step in it."""
+        """True if `fit` leaves out this epoch's validation: the rank is catching up, or has made no step in it."""
 
     @property
     @abc.abstractmethod
     def may_fall_behind(self) -> bool:
-        """True if the others may go on without this rank, which then passes over steps until it is where they are."""
+        """True if the others may continue without this rank, which then skips steps until it has caught up."""
 
     @abc.abstractmethod
     def leave_step(self, trace: StepTrace) -> None:
@@ -136,41 +136,42 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def end_batch(self, num_steps: int) -> None:
-        """Called when `fit` has made steps, before callbacks are asked; an epoch has so many by now."""
+        """Called when `fit` has made steps, before the callbacks. `num_steps` counts the epoch's steps so far."""
 
     @property
     @abc.abstractmethod
     def num_rows(self) -> tf.Tensor | None:
-        """What the step that is traced weighs in sums over ranks: its rows; None where all ranks weigh the same."""
+        """The weight of the traced step in sums over ranks: its number of rows. None if all ranks weigh the same."""
 
     @abc.abstractmethod
     def end_epoch(self, model: keras.Model) -> None:
-        """Called when `fit` has made the last step of an epoch, before it validates and asks callbacks; also twice.
+        """Called when `fit` has made the last step of an epoch, before validation and callbacks. May be called twice.
 
         Args:
-          model: That is trained, or that is about to be called otherwise within `fit`, which resets its metrics.
+          model: The trained model, or a model that is about to `evaluate` or `predict` within `fit`, which resets its
+            metrics.
         """
 
     @abc.abstractmethod
     def begin_steps(self, number: int) -> bool:
-        """Called when `fit` is about to take data for steps; False if it is to end before them."""
+        """Called when `fit` is about to take data for `number` steps. Returns False if it must end before them."""
 
     @abc.abstractmethod
     def pass_over(self, number: int, take: Callable[[], Any]) -> bool:
-        """Takes the data of the next steps and returns True if this rank passes over them. Called after `begin_steps`.
+        """Takes the data of the next steps and returns True if this rank skips them. Called after `begin_steps`.
 
         Args:
-          number: How many steps.
+          number: Number of steps.
           take: Takes the data of one step. Raises `tf.errors.OutOfRangeError` if none is left.
         """
 
     @abc.abstractmethod
     def ask_to_stop(self) -> None:
-        """Called when a callback has stopped the training within an epoch; may let it go on for some steps."""
+        """Called when a callback has stopped the training within an epoch. May let training go on for some steps."""
 
     @abc.abstractmethod
     def agree_to_stop(self) -> None:
-        """Called when the callbacks have heard that an epoch has ended; may stop the training."""
+        """Called after the callbacks' `on_epoch_end`. May stop the training."""
 
     @abc.abstractmethod
     def begin_batch(self) -> None:
@@ -181,7 +182,8 @@ class TrainingHooks(abc.ABC):
         """Called after `begin_batch`.
 
         Returns:
-          None, or what tells two graphs apart: that of the training step so far, and that of another one from now on.
+          None to keep the training step's graph. Otherwise the keys of two graphs: the one used so far, and the one to
+          use from now on.
         """
 
     @abc.abstractmethod
@@ -190,11 +192,11 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def average_metrics(self, logs: dict[str, Any], num_steps: int) -> None:
-        """Called once with an epoch's metrics, before callbacks are asked; may change them.
+        """Called once with an epoch's metrics, before the callbacks. May change the metrics.
 
         Args:
           logs: The metrics, those of validation included.
-          num_steps: How many steps the epoch had, which may have been broken off. Executions of several steps count as
+          num_steps: Number of steps of the epoch, which may have been aborted. Executions of several steps count as
             full.
         """
 

@@ -1,7 +1,7 @@
 """Ctrl-C while TensorFlow waits.
 
-While an operation waits inside TensorFlow, Python runs no signal handlers: Ctrl-C would be seen only when the wait is
-over. The operating system's handler does run, and tells a thread through `signal.set_wakeup_fd`.
+While an operation waits inside TensorFlow, Python runs no signal handlers: Ctrl-C would take effect only after the
+wait. The handler at the level of the operating system does run, and wakes a thread through `signal.set_wakeup_fd`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 def on_keyboard_interrupt(callback: Callable[[], None]) -> Iterator[None]:
     """Calls `callback`, on a thread, as soon as Ctrl-C is pressed within the context.
 
-    The callback ends whatever TensorFlow waits for; then Python raises `KeyboardInterrupt` as usual. Does nothing off
-    the main thread, or where SIGINT does not raise `KeyboardInterrupt`.
+    The callback must end TensorFlow's wait. Then Python raises `KeyboardInterrupt` as usual. On other threads than the
+    main thread, or if SIGINT does not raise `KeyboardInterrupt`, the context does nothing.
 
     Args:
       callback: Must be thread-safe and must not block.
@@ -39,7 +39,7 @@ def on_keyboard_interrupt(callback: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(previous)
-        # The watcher reads the end of the stream, even where a forked process still has the socket, and ends.
+        # The watcher reads the end of the stream and ends, even if a forked process still has the socket.
         sender.shutdown(socket.SHUT_WR)
         watcher.join()
         sender.close()
@@ -50,6 +50,6 @@ def _watch(receiver: socket.socket, previous: int, callback: Callable[[], None])
     while signals := receiver.recv(64):
         if previous >= 0:
             os.write(previous, signals)
-        # The program may have put a handler of its own in place meanwhile, which stops in its own way.
+        # Meanwhile the program may have set a handler of its own, which stops in its own way.
         if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             callback()

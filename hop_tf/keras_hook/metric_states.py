@@ -1,4 +1,4 @@
-"""Metrics of an epoch from their states: the states of Keras's metrics are sums, which add up over ranks."""
+"""Computes metrics of an epoch from their states: the states of Keras's metrics are sums, which add up over ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _OWN_METHODS = ("update_state", "reset_state", "result")
 def states_are_sums(metric: keras.metrics.Metric) -> bool:
     """True if the result for the data of all ranks is the result for the sums of the ranks' states.
 
-    That holds for Keras's metrics. A metric of a class that overrides one of their methods has to
-    be marked, by `hop_tf.state(metric, "sum")`.
+    That holds for Keras's metrics. If a class overrides one of their methods, a metric of the class has to be marked by
+    `hop_tf.state(metric, "sum")`.
     """
     methods = [getattr(type(metric), name) for name in _OWN_METHODS]
     return mark_of(metric) is Owner.SUM or all(each.__module__.partition(".")[0] == "keras" for each in methods)
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics of a model, without what Keras puts around those of `compile`."""
+    """The metrics of a model, without Keras's containers around the metrics of `compile`."""
     return [metric for each in model.metrics for metric in _parts(each)]
 
 
@@ -37,14 +37,14 @@ def _parts(metric: keras.metrics.Metric) -> list[keras.metrics.Metric]:
 
 
 class MetricStates:
-    """The metrics of a model at one moment. Values that change later do not change it.
+    """A snapshot of the metrics of a model.
 
     Args:
       model: The model.
 
     Attributes:
       results: The metrics' results, by name, as Keras logs them.
-      values: The states that are sums. Floating-point ones are float64.
+      values: The states that are sums. Floating-point states are float64.
     """
 
     def __init__(self, model: keras.Model):
@@ -61,7 +61,7 @@ class MetricStates:
         return list(self.results_of(self.values))
 
     def has_shapes_of(self, values: Sequence[np.ndarray]) -> bool:
-        """True if these may be values of the states."""
+        """True if these values have the shapes of the states."""
         return [each.shape for each in values] == [each.shape for each in self.values]
 
     def results_of(self, values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -74,7 +74,7 @@ class MetricStates:
 
 @contextlib.contextmanager
 def _without_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
-    """Within it, these metrics have the result None."""
+    """A context in which these metrics have the result None."""
     for metric in metrics:
         metric.result = lambda: None
     try:
@@ -85,7 +85,7 @@ def _without_results(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
 
 
 def _as_arrays(results: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """As NumPy arrays, without those that are None. A metric with several results has a mapping of them."""
+    """Results as NumPy arrays, without None. The mapping of a metric with several results is flattened."""
     arrays = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
@@ -96,7 +96,7 @@ def _as_arrays(results: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _widened(value: Any) -> np.ndarray:
-    """As an array of float64, if it is of floating-point numbers: sums fit into that, and bfloat16 is none of NumPy."""
+    """A value as an array; float64 for floating-point numbers, because sums fit into it and NumPy lacks bfloat16."""
     tensor = keras.ops.convert_to_tensor(value)
     is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(tensor.dtype))
     return np.asarray(keras.ops.cast(tensor, "float64") if is_float else tensor)

@@ -1,4 +1,4 @@
-"""What Keras's optimizers know: their variables, slots, and settings."""
+"""Variables, slots, and settings of Keras's optimizers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-# Arguments of optimizers about gradients that are not reduced, or not complete, yet.
+# Arguments of optimizers that take effect before gradients are complete and averaged over ranks.
 _DONE_BY_WORKERS = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps", "loss_scale_factor")
-# Attributes of optimizers that hold variables, but none that tell of former updates.
+# Attributes of optimizers that hold variables, but no state of former updates.
 _NO_SLOTS = ("_variables", "_trainable_variables", "_accumulated_gradients", "_iterations", "_learning_rate")
 
 
 def tf_variables(*lists: Iterable) -> list[tf.Variable]:
-    """The TensorFlow variables behind Keras variables; those that hold numbers or truth values."""
+    """The TensorFlow variables behind Keras variables. Only variables of numbers or truth values are included."""
     variables = (getattr(variable, "value", variable) for variable in itertools.chain(*lists))
     return [v for v in variables if isinstance(v, tf.Variable) and _holds_numbers(v.dtype)]
 
@@ -28,28 +28,28 @@ def _holds_numbers(dtype: tf.DType) -> bool:
 
 
 def iterations_variable(optimizer: Any) -> tf.Variable:
-    """What counts an optimizer's steps, each of an accumulated gradient too."""
+    """The counter of an optimizer's steps. Each step of an accumulated gradient counts."""
     return innermost(optimizer)._iterations.value
 
 
 def use_ema(optimizer: Any) -> bool:
-    """Whether the optimizer keeps averages of the weights."""
+    """True if the optimizer keeps averages of the weights."""
     return bool(innermost(optimizer).use_ema)
 
 
 def gradient_accumulation_steps(optimizer: Any) -> int:
-    """How many training steps make one update."""
+    """The number of training steps per update."""
     return innermost(optimizer).gradient_accumulation_steps or 1
 
 
 def loss_scale(optimizer: Any) -> tf.Variable | None:
-    """What the gradients that `optimizer` gets are multiplied with; None where they are not."""
+    """The factor on the gradients that `optimizer` gets; None if they are not scaled."""
     scale = getattr(optimizer, "dynamic_scale", None)
     return None if scale is None else scale.value
 
 
 def ema_overwrite_frequency(optimizer: Any) -> int | None:
-    """In how many updates weights become their moving average once; None: never during training."""
+    """The number of updates after which weights become their moving average; None if never during training."""
     inner = innermost(optimizer)
     return inner.ema_overwrite_frequency if inner.use_ema else None
 
@@ -61,23 +61,23 @@ def averages_of(optimizer: Any, variables: Sequence[tf.Variable]) -> list[tf.Var
 
 
 def learning_rate(optimizer: Any) -> tf.Tensor:
-    """The learning rate of the step that is to be made."""
+    """The learning rate of the next step."""
     return tf.convert_to_tensor(innermost(optimizer).learning_rate)
 
 
 def assign_learning_rate(optimizer: Any, rate: tf.Tensor) -> None:
-    """Gives the optimizer another learning rate, unless it has a schedule: that goes by the count of steps."""
+    """Sets the learning rate, unless the optimizer has a schedule, which follows the count of steps."""
     if not has_schedule(optimizer):
         innermost(optimizer)._learning_rate.assign(rate)
 
 
 def has_schedule(optimizer: Any) -> bool:
-    """Whether the learning rate is a schedule's, and cannot be assigned."""
+    """True if the learning rate comes from a schedule, and cannot be assigned."""
     return not isinstance(innermost(optimizer)._learning_rate, keras.Variable)
 
 
 def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[float]:
-    """What part of each variable is taken off in a step, over the learning rate: decoupled weight decay."""
+    """The decoupled weight decay of each variable: the part taken off in a step, divided by the learning rate."""
     of_keras = keras_variables(optimizer)
     optimizer = innermost(optimizer)
     return [_weight_decay(optimizer, of_keras[id(variable)]) for variable in variables]
@@ -92,13 +92,13 @@ def _weight_decay(optimizer: Any, variable: Any) -> float:
 
 
 def decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[bool]:
-    """Whether the optimizer's weight decay, where it has one, applies to each variable."""
+    """For each variable, True if the optimizer's weight decay, if any, applies to it."""
     optimizer, of_keras = innermost(optimizer), keras_variables(optimizer)
     return [bool(optimizer._use_weight_decay(of_keras[id(variable)])) for variable in variables]
 
 
 def constrain(optimizer: Any, variables: Sequence[tf.Variable]) -> bool:
-    """Assigns what the variables' constraints make of them, as the optimizer does after each update; False: none."""
+    """Applies the variables' constraints, as the optimizer does after each update. Returns False if there are none."""
     of_keras = keras_variables(optimizer)
     constraints = [(variable, of_keras[id(variable)].constraint) for variable in variables]
     constraints = [(variable, constraint) for variable, constraint in constraints if constraint is not None]
@@ -108,24 +108,24 @@ def constrain(optimizer: Any, variables: Sequence[tf.Variable]) -> bool:
 
 
 def finalize(optimizer: Any) -> None:
-    """Gives an optimizer's variables the values with which `fit` ends: their averages, where it keeps these."""
+    """Gives an optimizer's variables the values with which `fit` ends: their averages, if the optimizer keeps these."""
     inner = innermost(optimizer)
     inner.finalize_variable_values(inner._trainable_variables)
 
 
 def paths(optimizer: Any, variables: Sequence[tf.Variable]) -> list[str]:
-    """Where each variable is in its model, for instance "sequential/dense/kernel"."""
+    """The path of each variable in its model, for instance "sequential/dense/kernel"."""
     of_keras = keras_variables(optimizer)
     return [of_keras[id(variable)].path for variable in variables]
 
 
 def keras_variables(optimizer: Any) -> dict[int, keras.Variable]:
-    """Keras's variables that the optimizer updates, by the identities of TensorFlow's."""
+    """Keras's variables that the optimizer updates, by the identities of the TensorFlow variables behind them."""
     return {id(variable.value): variable for variable in innermost(optimizer)._trainable_variables}
 
 
 def serialized_for_server(optimizer: Any) -> str:
-    """The optimizer, in JSON, without what is done to gradients before they are pushed, and without a schedule."""
+    """The optimizer in JSON, without a schedule and without the settings that apply before gradients are pushed."""
     description = keras.optimizers.serialize(innermost(optimizer))
     config = description["config"]
     config.pop("name", None)  # Keras numbers optimizers that are not named.
@@ -139,21 +139,21 @@ def optimizer_class(optimizer: Any) -> type:
 
 
 def num_updates(optimizer: Any) -> int:
-    """How many updates the optimizer has made."""
+    """The number of updates that the optimizer has made."""
     return int(innermost(optimizer).iterations)
 
 
 def set_num_updates(optimizer: Any, number: int) -> None:
-    """Lets the optimizer's schedules go on where so many updates were made, if it has made fewer."""
+    """Sets the optimizer's count, which schedules follow, to `number` updates, if it has made fewer."""
     iterations = iterations_variable(optimizer)
     iterations.assign(tf.maximum(iterations, number * gradient_accumulation_steps(optimizer)))
 
 
 def shift_schedule(optimizer: Any, number: int) -> None:
-    """Lets a schedule go on where so many updates were made, if it has made fewer, and not the count of updates.
+    """Moves a schedule on to `number` updates, if the optimizer has made fewer. Its count of updates stays.
 
-    For an optimizer whose slots begin anew: with a larger count, Adam would take them for complete, and make steps that
-    are several times too long.
+    This is for an optimizer whose slots begin anew. With a larger count, Adam would take its slots for complete, and
+    would make steps that are several times too long.
     """
     inner = innermost(optimizer)
     schedule = inner._learning_rate
@@ -164,11 +164,11 @@ def shift_schedule(optimizer: Any, number: int) -> None:
 
 @keras.saving.register_keras_serializable(package="hop_tf")
 class LaterSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A schedule that is further than the optimizer's count.
+    """A schedule that is ahead of the optimizer's count.
 
     Args:
       schedule: The schedule.
-      num_steps: By so many steps.
+      num_steps: The number of steps by which it is ahead.
     """
 
     def __init__(self, schedule: keras.optimizers.schedules.LearningRateSchedule, num_steps: int):
@@ -187,14 +187,14 @@ class LaterSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
 
 def slots_of(optimizer: Any, variables: Sequence[tf.Variable]) -> dict[tuple[str, int | None], tf.Variable]:
-    """What a built optimizer remembers from one update to the next, apart from its count of updates.
+    """The state that a built optimizer keeps from one update to the next, apart from its count of updates.
 
     Args:
       optimizer: The optimizer.
-      variables: Some of those that it updates.
+      variables: Some of the variables that it updates.
 
     Returns:
-      By attribute and index in `variables` (None for what belongs to all of them): the variables.
+      The state's variables, by attribute name and index in `variables`. The index is None if a variable belongs to all.
     """
     optimizer = innermost(optimizer)
     indices = {id(variable.value): index for index, variable in enumerate(optimizer._trainable_variables)}
@@ -212,12 +212,12 @@ def slots_of(optimizer: Any, variables: Sequence[tf.Variable]) -> dict[tuple[str
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """How SGD with momentum m updates: v = m v - lr g; w += v, or, as Nesterov's, w += m v - lr g.
+    """The update rule of SGD with momentum m: v = m v - lr g; w += v, or, with Nesterov's, w += m v - lr g.
 
     Attributes:
       momentum: m.
-      nesterov: Which of the two.
-      velocities: v of each variable; empty where m is 0.
+      nesterov: True for Nesterov's rule.
+      velocities: v of each variable; empty if m is 0.
     """
 
     momentum: float
@@ -226,7 +226,7 @@ class Descent:
 
 
 def descent_of(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | None:
-    """How Keras's own SGD updates these variables; None for any other optimizer."""
+    """The rule by which Keras's own SGD updates these variables; None for any other optimizer."""
     optimizer = innermost(optimizer)
     if type(optimizer) is not keras.optimizers.SGD:
         return None
@@ -238,7 +238,7 @@ def descent_of(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | No
 
 
 def check_loss_scaling(optimizer: Any) -> None:
-    """Raises ValueError where a `LossScaleOptimizer` accumulates gradients: it does so behind the exchange."""
+    """Raises ValueError if a `LossScaleOptimizer` accumulates gradients: it would do so after the exchange."""
     inner = innermost(optimizer)
     if inner is not optimizer and inner.gradient_accumulation_steps:
         raise ValueError(
@@ -249,13 +249,13 @@ def check_loss_scaling(optimizer: Any) -> None:
 
 
 def scaled(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Gradients with the loss scale of `optimizer`, as it expects them."""
+    """Gradients multiplied with the loss scale of `optimizer`, as it expects them."""
     scale = loss_scale(optimizer)
     return list(gradients) if scale is None else [each * tf.cast(scale, each.dtype) for each in gradients]
 
 
 def unscaled(optimizer: Any, gradients: Sequence) -> list[tf.Tensor]:
-    """Dense gradients without the loss scale of `optimizer`."""
+    """Dense gradients, divided by the loss scale of `optimizer`."""
     gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
     scale = loss_scale(optimizer)
     return gradients if scale is None else [gradient / tf.cast(scale, gradient.dtype) for gradient in gradients]
@@ -267,16 +267,16 @@ def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def overwritten_by(optimizer: Any, variables: Sequence | None) -> list[int]:
-    """The indices of variables that become what is given as their gradient, such as scales of float8.
+    """The indices of variables that take the value given as their gradient, such as scales of float8.
 
     Args:
       optimizer: The optimizer.
-      variables: What it updates; None for all.
+      variables: The variables that it updates; None for all.
     """
     variables = getattr(optimizer, "_trainable_variables", ()) if variables is None else variables
     return [index for index, each in enumerate(variables) if getattr(each, "overwrite_with_gradient", False)]
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer within a `LossScaleOptimizer`; any other one itself."""
+    """The optimizer within a `LossScaleOptimizer`; any other optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)

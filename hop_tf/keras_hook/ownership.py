@@ -1,8 +1,8 @@
 """The owners of a program's state: of the variables that no optimizer updates, and of the states of metrics.
 
-Trained weights belong to the strategy. All else belongs to the program, and only the program knows what several ranks
-should make of it: a moving mean is averaged, a queue of features is not. Keras's own layers are known. Everything else
-says so itself, by `add_weight(aggregation=...)` or by `hop_tf.state`.
+Trained weights belong to the strategy. Everything else belongs to the program, and only the program knows how ranks
+should combine it: a moving mean is averaged, a queue of features is not. Keras's own layers are known. For other state,
+the program says it by `add_weight(aggregation=...)` or by `hop_tf.state`.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ _marked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def state(what: Any, owner: str) -> Any:
-    """Says what ranks make of a state that no optimizer updates.
+    """Sets the way in which ranks combine a state that no optimizer updates.
 
         self.teacher = hop_tf.state(build_network(), "mean")
         self.queue = hop_tf.state(self.add_weight(shape=(4096, 128), trainable=False), "own")
 
-    Without a mark, `add_weight(aggregation=...)` counts ("mean", "sum", "only_first_replica"). Without that, the moving
-    statistics of `BatchNormalization` are averaged, float8 scales become the maximum, and every other state stays the
-    rank's own. See the tables in `docs/state.md`.
+    Without a mark, `add_weight(aggregation=...)` counts ("mean", "sum", "only_first_replica"). Without either, the
+    moving statistics of `BatchNormalization` are averaged, float8 scales become the maximum, and every other state
+    stays the rank's own. See the tables in `docs/state.md`.
 
     Args:
       what: A variable of Keras or TensorFlow; a layer or a model, for all of its weights that no optimizer updates; a
         metric, for its states; or a list of these. Mark it before the first training step.
       owner: "mean": ranks average the state with every step, as a moving mean. The state must be of floats.
         "sum": the changes of all ranks add up, as in a count of rows. "max": the maximum, element by element.
-        "first": rank 0's. These three are agreed at the end of each epoch if ranks wait for each other (Pipe-SGD, DTS,
-        Canary and SHAT with `consistency="bsp"`), and always by `strategy.synchronize`.
+        "first": rank 0's value. Ranks agree on "sum", "max" and "first" in `strategy.synchronize`. Ranks that always
+        wait for each other (Pipe-SGD, DTS, Canary and SHAT with `consistency="bsp"`) also agree at the end of each
+        epoch.
         "own": each rank keeps its own. A model that rank 0 saves holds rank 0's.
         A metric takes "sum": its states add up over the ranks, and its result is that of all data.
 
@@ -96,24 +97,24 @@ def _check(what: Any, owner: Owner) -> None:
 
 
 def mark_of(what: Any) -> Owner | None:
-    """The owner that `state` has given a variable, a layer or a metric; None without a mark."""
+    """The owner that `state` has set for a variable, a layer or a metric; None without a mark."""
     return getattr(what, _MARK, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A variable, and what ranks make of it.
+    """A variable, and the way in which ranks combine it.
 
     Attributes:
       variable: TensorFlow's variable.
-      path: Its name for users, for instance "sequential/dense/kernel".
-      owner: What ranks make of it.
-      is_statistic: True for a moving statistic of a layer of Keras: averaged if a step assigns it.
-      is_told: True if the program says who owns it, or it is internal to one of Keras's own layers, such as the state
-        of a stateful RNN.
-      is_marked: True if `state` said so of the variable, or of a layer around it.
-      is_trainable: True if neither the variable nor a layer around it is frozen, by Keras's `trainable`.
-      layer: The layer that holds it; None for a variable beside the model.
+      path: The variable's name for users, for instance "sequential/dense/kernel".
+      owner: The way in which ranks combine the variable.
+      is_statistic: True for a moving statistic of a layer of Keras: ranks average it if a step assigns it.
+      is_told: True if the program sets the owner, or the variable is internal to one of Keras's own layers, such as the
+        state of a stateful RNN.
+      is_marked: True if `state` was called for the variable, or for a layer around it.
+      is_trainable: True if Keras's `trainable` is true for the variable and for all layers around it.
+      layer: The layer that holds the variable; None for a variable outside of the model.
     """
 
     variable: tf.Variable
@@ -127,13 +128,13 @@ class State:
 
 
 def states_of(model: keras.Model | None) -> list[State]:
-    """All weights of a model, in an order that is the same on all ranks, and the marked variables beside it.
+    """All weights of a model, in an order that is the same on all ranks, and the marked variables outside of it.
 
     Args:
       model: The model. None gives marked variables only, as for a custom training loop.
     """
     found = {} if model is None else {id(each.variable): each for each in _walk(model, ())}
-    # `valuerefs` is one step: other threads may mark variables meanwhile.
+    # `valuerefs` is atomic: other threads may mark variables meanwhile.
     known = [variable for each in _marked.valuerefs() if (variable := each()) is not None]
     marked = [each for each in known if id(tf_variable(each)) not in found]
     beside = marked if model is None else [each for each in marked if not isinstance(each, keras.Variable)]
@@ -167,7 +168,7 @@ def _state(variable: Any, layers: Sequence[keras.Layer]) -> State:
 
 
 def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
-    """The owner that the program names: by a mark of the variable, its aggregation, or the innermost marked layer."""
+    """The owner that the program sets: by a mark of the variable, its aggregation, or the innermost marked layer."""
     if (mark := mark_of(variable)) is not None:
         return mark
     if (owner := _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)) is not None:
@@ -184,12 +185,12 @@ def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
 
 
 def _can_have(variable: Any, owner: Owner) -> bool:
-    """True if the dtype allows it: no mean but of floats, no sum of truth values."""
+    """True if the dtype allows the owner: a mean needs floats, and truth values have no sum."""
     return not (owner is Owner.MEAN and not _is_floating(variable)) and not (owner is Owner.SUM and _is_bool(variable))
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """The TensorFlow variable behind a Keras variable; any other one itself."""
+    """The TensorFlow variable behind a Keras variable; any other variable itself."""
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 

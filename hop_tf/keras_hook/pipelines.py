@@ -1,4 +1,4 @@
-"""What a `tf.data.Dataset` is made of: the datasets behind it, and what their functions do."""
+"""The datasets behind a `tf.data.Dataset`, and the operations in their functions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reads_generator(dataset: tf.data.Dataset) -> bool:
 
 
 def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns what a dataset was before `prefetch`, if that is its last transformation."""
+    """Returns the dataset without its `prefetch`, if that is its last transformation."""
     return dataset._inputs()[0] if isinstance(dataset, prefetch_op._PrefetchDataset) else dataset
 
 
@@ -45,9 +45,9 @@ def reads_service(dataset: tf.data.Dataset) -> bool:
 
 
 def reads_workers(dataset: tf.data.Dataset) -> bool:
-    """True if Keras has made it of a PyDataset with workers.
+    """True if Keras has made the dataset of a PyDataset with workers.
 
-    These prefetch by themselves. What is taken before an epoch begins would be taken from the workers' epoch before.
+    Such a dataset prefetches by itself. Batches read before an epoch begins would come from the workers' last epoch.
     """
     options = dataset.options()
     return options.autotune.enabled is False and options.threading.private_threadpool_size == 1

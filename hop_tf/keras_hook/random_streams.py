@@ -1,13 +1,13 @@
-"""Random numbers of training steps: each replica draws its own, though all of them have the same seeds and states.
+"""Random numbers of training steps: each replica draws its own, although all replicas have the same seeds and states.
 
-Replicas train on different rows. If all of them drew the same numbers, as they do with the same seed, row i of each
-would get the same dropout mask, the same noise and the same augmentation. So the seed of each draw in a training step
-has a constant of the replica added to it, which is 0 for the first device of rank 0: that one draws what it would draw
-without a strategy. The states of generators are left alone. They stay equal on all ranks, as they are saved and
+Replicas train on different rows. With the same seed, all of them would draw the same numbers. Row i of each replica
+would get the same dropout mask, the same noise and the same augmentation. So a constant of the replica is added to the
+seed of each draw in a training step. The constant is 0 for the first device of rank 0, which draws the same numbers as
+without a strategy. The states of generators are left alone. They stay equal on all ranks, because they are saved and
 restored.
 
-Draws outside of training steps are alike on all ranks: initial weights, `Dataset.map` (which all ranks compute for
-whole batches), `evaluate` and `predict`. A seed that is given for one draw is obeyed as it is.
+Draws outside of training steps are equal on all ranks: initial weights, `Dataset.map` (which all ranks compute for
+whole batches), `evaluate` and `predict`. A seed that is given for one draw is used unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tensorflow.python.framework import random_seed
 from hop_tf.keras_hook.context import Extended
 
 # Keras takes seeds modulo 2^31 - 2, and TensorFlow modulo 2^31 - 1. The factor has no divisor in common with the
-# smaller one, so that no two replicas have the same constant; and it brings neighbors far apart.
+# smaller one, so that no two replicas have the same constant. It also brings neighbors far apart.
 _MODULUS = 2**31 - 2
 _FACTOR = 2654435761
 _TF_MODULUS = 2**31 - 1
@@ -30,13 +30,13 @@ _TF_MODULUS = 2**31 - 1
 
 @functools.cache
 def wrap_random() -> None:
-    """Wraps what draws seeds, once; it changes within training steps under an `Extended`."""
+    """Wraps the functions that draw seeds, once. They change only in training steps under an `Extended`."""
     SeedGenerator.next = _wrapped_next(SeedGenerator.next)
     random_seed.get_seed = _wrapped_get_seed(random_seed.get_seed)
 
 
 def offset_of_replica() -> int:
-    """What is added to seeds here; 0 outside of training steps."""
+    """The number that is added to seeds here; 0 outside of training steps."""
     extended = tf.distribute.get_strategy().extended
     return extended.stream * _FACTOR % _MODULUS if isinstance(extended, Extended) else 0
 
@@ -53,7 +53,7 @@ def _wrapped_next(method: Callable) -> Callable:
 
 
 def _wrapped_get_seed(method: Callable) -> Callable:
-    """The seeds of TensorFlow's stateful operations, where the program has set a global one only."""
+    """The seeds of TensorFlow's stateful operations, if the program has set a global seed only."""
 
     @functools.wraps(method)
     def get_seed(op_seed):

@@ -13,15 +13,15 @@ _CLAIM = re.compile(r"(?P<number>\d+) devices of rank (?P<rank>\d+)")
 class Replicas:
     """Numbers the replicas: rank by rank, and device by device in a rank.
 
-    Ranks tell each other their numbers of devices when a session begins, among what they claim. Until then, a rank
-    assumes that all have as many as itself.
+    Ranks tell each other their numbers of devices when a session begins, among their claims. Until then, a rank assumes
+    that all ranks have as many devices as itself.
 
     Args:
       rank: This rank.
       world_size: Number of ranks.
 
     Attributes:
-      num_devices: Devices of this rank. The strategy says it.
+      num_devices: Number of devices of this rank. The strategy sets it.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -33,11 +33,11 @@ class Replicas:
 
     @property
     def claims(self) -> list[str]:
-        """What tells the others the number of devices; nothing where that is 1."""
+        """The claim that tells the other ranks this rank's number of devices; empty for one device."""
         return [] if self.num_devices == 1 else [f"{self.num_devices} devices of rank {self._rank}"]
 
     def learn(self, claims: Iterable[str]) -> None:
-        """Takes the numbers of devices of all ranks from what they claim."""
+        """Takes the numbers of devices of all ranks from their claims."""
         told = [match for match in map(_CLAIM.fullmatch, claims) if match]
         of_ranks = {int(match["rank"]): int(match["number"]) for match in told}
         self._known = [of_ranks.get(rank, 1) for rank in range(self._world_size)]
@@ -57,7 +57,7 @@ class Replicas:
 
     @property
     def number(self) -> int:
-        """How many replicas all ranks have together."""
+        """The number of replicas of all ranks together."""
         return sum(self._of_ranks())
 
     def stream(self, device: int) -> int:

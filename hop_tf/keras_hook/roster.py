@@ -1,9 +1,9 @@
-"""`Roster`: the ranks that share each batch, where others share the rows of a rank that is lost.
+"""`Roster`: the ranks that share each batch, if other ranks take over the rows of a lost rank.
 
-Where ranks agree on the roster, `tf.data` brings global batches, and the training step takes this rank's rows of them.
-A batch that is sliced in the step is sliced by what the steps before have found, also where an execution makes several
-steps. So ranks change in the same step. Elsewhere ranks do not change together anyhow: `tf.data` slices, ahead of the
-steps, and a change takes effect as many batches later as were read ahead.
+If ranks agree on the roster, `tf.data` delivers global batches, and the training step takes this rank's rows of them.
+The step slices by the roster that the previous steps have found, even if one execution makes several steps. So all
+ranks change in the same step. If ranks do not agree, `tf.data` slices ahead of the steps. A change then takes effect
+as many batches later as were read ahead.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Roster:
     Args:
       rank: This rank.
       world_size: Number of ranks.
-      shares: What part of a batch each rank takes. Default: ranks take equal parts.
+      shares: The part of a batch that each rank takes. Default: equal parts.
 
     Attributes:
-      is_in_use: Whether ranks share the batches that `fit` trains on. Otherwise a step takes all of its batch.
+      is_in_use: True if ranks share the batches that `fit` trains on. Otherwise a step takes all of its batch.
     """
 
     def __init__(self, rank: int, world_size: int, shares: BatchShares | None = None):
         self._rank = rank
         self._everybody = [1] * world_size
-        self._missing: set[int] = set()  # As this rank has noted last.
+        self._missing: set[int] = set()  # The argument of the last `note_missing`.
         self._shares = shares
         self.is_in_use = False
 
-    # Variables are not made in the constructor: programs may still choose their devices.
+    # Variables are not created in the constructor: programs may still choose their devices.
 
     @functools.cached_property
     def variable(self) -> tf.Variable:
@@ -59,55 +59,55 @@ class Roster:
     # Between steps.
 
     def begin_session(self) -> None:
-        """All ranks take part in the session that begins."""
+        """Begins a session in which all ranks take part."""
         self._missing = set()
         self.variable.assign(self._everybody)
 
     def use(self, is_in_use: bool) -> None:
-        """Ranks share, or do not share, the batches that `fit` trains on from now on."""
+        """Sets `is_in_use` from now on."""
         if is_in_use != self.is_in_use:
             self.is_in_use = is_in_use
             self._in_use_variable.assign(is_in_use)
 
     def note_missing(self, ranks: set[int]) -> None:
-        """These ranks, and no others, do not share batches that are sliced from now on, as far as this rank knows."""
+        """Lets all ranks but these share the batches that are sliced from now on, as far as this rank knows."""
         if ranks != self._missing:
             self._missing = ranks
             self.variable.assign([int(rank not in ranks) for rank in range(len(self._everybody))])
 
     def admit(self, ranks: Collection[int]) -> None:
-        """These ranks share the next batch. Called while the training graph waits between two steps."""
+        """Lets these ranks share the next batch. Called while the training graph waits between two steps."""
         self.variable.scatter_nd_update([[rank] for rank in ranks], [1] * len(ranks))
 
     # In the graph.
 
     def growth(self) -> tf.Tensor:
-        """Emits the ops that tell how many times this rank's slice is the one that it has when all ranks are there.
+        """Emits the ops that divide the size of this rank's slice by its size when all ranks are present.
 
-        That is the slice of the batch that is sliced next. A batch that was read ahead may have another.
+        That is the slice of the batch that is sliced next. A batch that was read ahead may have another slice.
         """
         shares = tf.constant(self._everybody, tf.int64) if self._shares is None else self._shares.read()
         part = tf.reduce_sum(self.variable * shares) / tf.reduce_sum(shares)
         return tf.where(self._in_use_variable.read_value(), 1 / part, 1.0)
 
     def follow(self, present: tf.Tensor) -> None:
-        """Emits the ops that let those ranks share the next batch whose part is in a mean; nobody's: all stay.
+        """Emits the ops that let the ranks whose part is in a mean share the next batch. Without any, nothing changes.
 
         Args:
-          present: For each rank, whether its part is; equal on all ranks.
+          present: For each rank, True if its part is in the mean. Equal on all ranks.
         """
         with tf.device("/cpu:0"):
             present = tf.where(tf.reduce_any(present), tf.cast(present, tf.int64), self.variable)
             self.variable.assign(present)
 
     def slice_of(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Emits the ops that compute this rank's slice of a batch, as of `BatchShares.slice_of`.
+        """Emits the ops that compute this rank's slice of a batch, as `BatchShares.slice_of` does.
 
         Args:
           num_rows: int64 scalar.
 
         Returns:
-          int64 scalars: its first row, and the one behind its last.
+          int64 scalars: the first row of the slice, and the row after its last.
         """
         if self._shares is not None:
             return self._shares.slice_of(num_rows, self.variable.read_value())
@@ -115,7 +115,7 @@ class Roster:
         return equal_slice(num_rows, ends[self._rank] - 1, ends[-1])
 
     def slice_in_step(self, num_rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """As `slice_of`, in a training step, which may get a batch that is not shared: then, all of its rows."""
+        """Does the same as `slice_of` in a training step. If ranks do not share the batch, the slice is all of it."""
         start, end = self.slice_of(num_rows)
         is_in_use = self._in_use_variable.read_value()
         return tf.where(is_in_use, start, 0), tf.where(is_in_use, end, _END)

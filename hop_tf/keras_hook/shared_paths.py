@@ -13,7 +13,7 @@ import psutil
 import tensorflow as tf
 from absl import logging
 
-# What machines share. Beside these, all file systems that programs make (FUSE).
+# File systems that machines share. FUSE file systems count, too.
 _NETWORK_FILE_SYSTEMS = frozenset(
     [
         "9p",
@@ -48,18 +48,18 @@ def flat_callbacks(callbacks: Any) -> list:
 
 
 def has_callback(callbacks: Any, kind: type) -> bool:
-    """Whether there is a callback of that class in what `fit` was given."""
+    """True if `fit` was given a callback of that class."""
     return any(isinstance(callback, kind) for callback in flat_callbacks(callbacks))
 
 
 class CallbackPaths:
-    """Where the callbacks of a `fit` write, when it is about to begin.
+    """The places that the callbacks of a `fit` write to, right before it begins.
 
     Args:
       callbacks: As `fit` takes them.
 
     Attributes:
-      places: Names of these places: equal for two ranks that would write to the same one.
+      places: Names of these places. Two ranks that would write to the same place have the same name for it.
     """
 
     def __init__(self, callbacks: Any):
@@ -72,7 +72,7 @@ class CallbackPaths:
         self.places = [place_of(os.fspath(getattr(callback, name))) for callback, name in self._writers]
 
     def divide(self, rank: int, owners: Mapping[str, int]) -> None:
-        """Callbacks whose places belong to another rank write elsewhere: see `_own_path`.
+        """Redirects callbacks whose places belong to another rank: see `_own_path`.
 
         Args:
           rank: This rank.
@@ -95,17 +95,18 @@ class CallbackPaths:
 
 
 def _redirect_files(callback: keras.callbacks.BackupAndRestore, path: str, own: str) -> None:
-    """It also has the paths of its files."""
+    """Redirects the paths of the callback's files, too."""
     for name, value in vars(callback).items():
         if isinstance(value, (str, os.PathLike)) and os.fspath(value).startswith(path + os.sep):
             setattr(callback, name, own + os.fspath(value)[len(path) :])
 
 
 def _own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
-    """Where a callback of `rank` writes in the place of `path`.
+    """The path that a callback of `rank` writes to in place of `path`.
 
-    A file, in a folder `rank_<r>` beside; what fills a folder, in a folder `rank_<r>` in it, so that TensorBoard shows
-    a run for each rank. `BackupAndRestore` removes its folder with all that is in it: another rank's is beside it.
+    A file goes to a folder `rank_<r>` next to it. A callback that fills a folder gets a folder `rank_<r>` in it, so
+    that TensorBoard shows a run for each rank. `BackupAndRestore` removes its folder with everything in it. So another
+    rank's folder is next to it.
     """
     folder = f"rank_{rank}"
     if isinstance(callback, _OF_FILES):
@@ -116,7 +117,7 @@ def _own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
 
 
 def place_of(path: str) -> str:
-    """A name of a path's place: equal for two ranks that would write to the same one."""
+    """A name of a path's place. Two ranks that would write to the same place get the same name."""
     if "://" in path:
         return path
     path = os.path.realpath(path)
@@ -124,15 +125,15 @@ def place_of(path: str) -> str:
 
 
 def _is_shared(path: str) -> bool:
-    """Whether machines share the file system."""
+    """True if machines share the file system of `path`."""
     mounted = [part for part in psutil.disk_partitions(all=True) if pathlib.Path(path).is_relative_to(part.mountpoint)]
-    # Of several at the same place, the last one covers the others.
+    # Of several mounts at the same place, the last one covers the others.
     kind = max(reversed(mounted), key=lambda part: len(part.mountpoint)).fstype if mounted else ""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse")
 
 
 def _inode(path: pathlib.Path) -> str:
-    """The deepest folder on the path that is there already, by what it is and not by its name, and the rest of it."""
+    """Names a path by the device and inode of its deepest existing folder, and the rest of the path."""
     there = next(each for each in (path, *path.parents) if each.exists())
     status = there.stat()
     return f"{status.st_dev}:{status.st_ino}:{path.relative_to(there)}"

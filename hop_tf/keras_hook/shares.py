@@ -1,4 +1,4 @@
-"""`BatchShares`: what part of each global batch a rank takes."""
+"""`BatchShares`: the part of each global batch that a rank takes."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ AUTO = "auto"
 class BatchShares:
     """Divides global batches in proportion to a share of each rank, by whole rows.
 
-    With C[r] for the sum of the shares of ranks below r, and C for that of all, rank r of N takes the rows from
-    n C[r] // C up to n C[r + 1] // C of a batch of n rows. Where that leaves a rank without a row, it takes the next
-    one, and those behind it begin later. A batch with fewer rows than ranks is shared equally: some ranks take the same
-    row. So all ranks know each other's slices, given the shares. The share of a rank that is not there counts as zero.
+    Let C[r] be the sum of the shares of ranks below r, and C the sum of all shares. Rank r of N takes the rows from
+    n C[r] // C up to n C[r + 1] // C of a batch of n rows. A rank that would have no row takes the next row, and the
+    ranks behind it begin later. A batch with fewer rows than ranks is shared equally: some ranks take the same row. So
+    the shares tell all ranks each other's slices. The share of an absent rank counts as zero.
 
     Args:
-      given: A share for each rank, in whole numbers, of which the sum is at most 2^31; or `AUTO`: equal shares, until
-        others are assigned.
+      given: A whole-numbered share for each rank, with a sum of at most 2^31; or `AUTO` for equal shares until others
+        are assigned.
       rank: This rank.
       world_size: N.
 
     Attributes:
-      is_automatic: Whether shares change.
-      rows: float64 scalar: what the training step weighs in means over ranks that is being traced (or, eagerly, run).
-        That is its number of rows; in a custom loop, where this is not known, `times_equal`.
-      times_equal: float64 scalar: how many times an equal share this rank's share is, in that step.
-      times_mean: float64 scalar: how many times the mean share of the ranks that are there, where `fit` notes these.
+      is_automatic: True if shares change.
+      rows: float64 scalar: weight of the step that is being traced (or run eagerly) in means over ranks. The weight is
+        the step's number of rows. In a custom loop, this number is unknown, and the weight is `times_equal`.
+      times_equal: float64 scalar: this rank's share in that step, divided by an equal share.
+      times_mean: float64 scalar: this rank's share, divided by the mean share of the present ranks, if `fit` records
+        these by `note_departed`.
     """
 
     def __init__(self, given: Sequence[int] | str, rank: int, world_size: int):
@@ -44,7 +45,7 @@ class BatchShares:
 
     @functools.cached_property
     def variable(self) -> tf.Variable:
-        """The shares, where they change. Not made in the constructor: programs may still choose their devices."""
+        """The shares, if they change. Not created in the constructor: programs may still choose their devices."""
         with tf.init_scope(), tf.device("/cpu:0"):
             return tf.Variable(self._given, dtype=tf.int64, trainable=False, name="hop_tf_batch_shares")
 
@@ -54,7 +55,7 @@ class BatchShares:
             return tf.Variable(self._mean_of_present, dtype=tf.float64, trainable=False, name="hop_tf_mean_share")
 
     def note_departed(self, ranks: Collection[int]) -> None:
-        """Some ranks have left or are lost, if any: those that are there have another mean share in the next step."""
+        """Takes the ranks that have left or failed. From the next step on, `times_mean` is of the ranks present."""
         present = [rank for rank in range(self._world_size) if rank not in ranks]
         mean = self.total_part(present) * self._world_size / len(present) if ranks else 1.0
         if mean != self._mean_of_present:
@@ -70,16 +71,16 @@ class BatchShares:
 
     @property
     def of_ranks(self) -> list[int]:
-        """The shares as they are."""
+        """The present shares."""
         return self.variable.numpy().tolist() if self.is_automatic else self._given
 
     def part_of(self, ranks: Collection[int]) -> float:
-        """This rank's share in that of some ranks together, which it is one of."""
+        """This rank's share, divided by the sum of the shares of `ranks`, which include this rank."""
         shares = self.of_ranks
         return shares[self._rank] / sum(shares[rank] for rank in ranks)
 
     def total_part(self, ranks: Collection[int]) -> float:
-        """What part of a batch some ranks take together."""
+        """The part of a batch that these ranks take together."""
         shares = self.of_ranks
         return sum(shares[rank] for rank in ranks) / sum(shares)
 
@@ -88,10 +89,10 @@ class BatchShares:
         return self.variable.read_value() if self.is_automatic else tf.constant(self._given, tf.int64)
 
     def begin_step(self, rows: int | tf.Tensor | None) -> None:
-        """Emits the ops for what is known of a step.
+        """Emits the ops that compute `rows`, `times_equal` and `times_mean` for a step.
 
         Args:
-          rows: How many rows of its batch this rank has; None in a custom loop.
+          rows: Number of rows that this rank has of the batch; None in a custom loop.
         """
         with tf.device("/cpu:0"):
             shares = tf.cast(self.read(), tf.float64)
@@ -107,16 +108,16 @@ class BatchShares:
           present: int64 vector: 1 for each rank that shares the batch, 0 for the others. Default: all ranks share it.
 
         Returns:
-          int64 scalars: its first row, and the one behind its last.
+          int64 scalars: the first row of the slice, and the row after its last.
         """
         rank, shares = self._rank, self.read()
         present = tf.ones_like(shares) if present is None else present
-        # Ranks and shares before each rank; behind them, those of all.
+        # The number of ranks before each rank, and the sum of their shares. The last entries are of all ranks.
         counts = tf.concat([[tf.constant(0, tf.int64)], tf.cumsum(present)], axis=0)
         ends = tf.concat([[tf.constant(0, tf.int64)], tf.cumsum(shares * present)], axis=0)
         bounds, num_ranks = num_rows * ends // ends[-1], counts[-1]
 
-        def bound(r: int) -> tf.Tensor:  # Each is behind the one before, and leaves enough rows for the ranks behind.
+        def bound(r: int) -> tf.Tensor:  # After the bound before, with rows left for the ranks behind.
             first = counts[r] + tf.reduce_max((bounds - counts)[: r + 1])
             return tf.minimum(first, num_rows - (num_ranks - counts[r]))
 

@@ -20,10 +20,10 @@ from tensorflow.python.eager import context
 
 
 def draw_seed(session: int) -> int:
-    """A seed for what ranks draw alike in a session: one that follows from `tf.random.set_seed`, if the user called it.
+    """Returns a seed for a session. It follows from `tf.random.set_seed` if the user called that, or else is random.
 
     Args:
-      session: Number of the session: each has an order of its own.
+      session: Number of the session. Each session has a seed of its own.
     """
     chosen = context.global_seed()
     return secrets.randbits(62) if chosen is None else random.Random(f"{chosen} {session}").getrandbits(62)
@@ -31,11 +31,11 @@ def draw_seed(session: int) -> int:
 
 @contextlib.contextmanager
 def shuffled_alike(given: dict[str, Any], seed: int | None) -> Iterator[None]:
-    """Surrounds Keras's `fit`: it shuffles arrays and PyDatasets in an order that follows from `seed`.
+    """Surrounds Keras's `fit`, which then shuffles arrays and PyDatasets in an order that follows from `seed`.
 
     Args:
-      given: The arguments of `fit` by name; `x` is replaced where it is a PyDataset.
-      seed: The seed; None: Keras shuffles as ever.
+      given: The arguments of `fit` by name. A PyDataset of known length as `x` is replaced.
+      seed: The seed, or None to let Keras shuffle as usual.
     """
     if seed is None or not given.get("shuffle", True):
         yield
@@ -52,7 +52,7 @@ def shuffled_alike(given: dict[str, Any], seed: int | None) -> Iterator[None]:
 
 
 class Shuffled(keras.utils.PyDataset):
-    """The batches of a PyDataset in an order that follows from a seed, and is another one in each epoch.
+    """The batches of a PyDataset in an order that follows from a seed, with another order in each epoch.
 
     Args:
       dataset: The PyDataset, of known length.
@@ -70,7 +70,7 @@ class Shuffled(keras.utils.PyDataset):
         self.draw_order()
 
     def draw_order(self) -> None:
-        """Begins another epoch's order."""
+        """Draws the order of another epoch."""
         self._order = list(range(self._dataset.num_batches))
         self._random.shuffle(self._order)
 
@@ -85,9 +85,9 @@ class Shuffled(keras.utils.PyDataset):
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        self._dataset.on_epoch_end()  # Which may change its length.
+        self._dataset.on_epoch_end()  # This may change its length.
         if self.workers > 1 or (self.workers and self.use_multiprocessing):
-            self.draw_order()  # Its workers rest now, and begin before there is an iterator.
+            self.draw_order()  # The workers are idle now, and start again before there is an iterator.
 
 
 class _OfThread(threading.local):
@@ -102,7 +102,7 @@ _replaces = threading.Lock()
 
 @functools.cache
 def _wrap_keras() -> None:
-    """Wraps what makes datasets and iterates over them, once; it changes for the training data of a `fit` only."""
+    """Wraps Keras's creation of datasets and iterators, once. Only the training data of a `fit` changes."""
     ArrayDataAdapter.get_tf_dataset = _wrapped_get_tf_dataset(ArrayDataAdapter.get_tf_dataset)
     TFEpochIterator._get_iterator = _wrapped_get_iterator(TFEpochIterator._get_iterator)
     TFEpochIterator.reset = _wrapped_reset(TFEpochIterator.reset)
@@ -114,15 +114,15 @@ def _wrapped_get_tf_dataset(method: Callable) -> Callable:
         seed, _of_this_thread.seed = _of_this_thread.seed, None
         if seed is None:
             return method(self)
-        # In the adapter, which lives as long as the dataset. Seeds of tf.random.shuffle make all epochs the same.
+        # The adapter lives as long as the dataset. Not a seed of tf.random.shuffle: all epochs would be the same.
         self.num_iterators = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         def shuffle(indices: tf.Tensor) -> tf.Tensor:
-            # The first index, if any, makes a difference where each batch is shuffled by itself.
+            # The first index, if any, makes a difference if each batch is shuffled by itself.
             key = tf.stack([seed ^ tf.reduce_sum(indices[:1]), self.num_iterators.read_value()])
             return tf.random.experimental.stateless_shuffle(indices, key)
 
-        with _replaces:  # The method imports TensorFlow from there, by name.
+        with _replaces:  # The method gets TensorFlow from there.
             tensorflow = module_utils.tensorflow
             module_utils.tensorflow = _With(tensorflow, random=_With(tf.random, shuffle=shuffle))
             try:
@@ -134,7 +134,7 @@ def _wrapped_get_tf_dataset(method: Callable) -> Callable:
 
 
 def _wrapped_get_iterator(method: Callable) -> Callable:
-    """Another iterator has another order. Elements cannot be counted: tf.data takes some that Keras never asks for."""
+    """Gives each iterator an order of its own. Elements cannot be counted: tf.data reads some that Keras never uses."""
 
     @functools.wraps(method)
     def get_iterator(self):
@@ -149,9 +149,10 @@ def _wrapped_get_iterator(method: Callable) -> Callable:
 
 
 def _wrapped_reset(method: Callable) -> Callable:
-    """Keras takes a batch to build the model, and begins anew; but what workers had loaded came first, then all again.
+    """Drops batches that workers have loaded before a reset.
 
-    That is so under any strategy (Keras 3.15).
+    Keras takes a batch to build the model, and begins anew. Under any strategy (Keras 3.15), the batches that workers
+    had loaded would come first, and then all batches again.
     """
 
     @functools.wraps(method)
@@ -170,7 +171,7 @@ def _is_shuffled(adapter: Any) -> bool:
 
 
 class _With:
-    """A module, with some of its names replaced."""
+    """A module with some of its names replaced."""
 
     def __init__(self, module: Any, **replaced: Any):
         self._module = module

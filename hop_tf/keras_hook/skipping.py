@@ -1,7 +1,7 @@
-"""`StepSkipping`: training steps that are passed over. Their batches are consumed, and nothing is computed.
+"""`StepSkipping`: skips training steps. Their batches are consumed, and nothing is computed.
 
-So a rank that jumps over iterations ends its epochs with the others, and Keras sees as many steps as it asked for. And
-so does a rank that was started again, and joins the others where they are by now.
+So a rank that jumps over iterations ends its epochs with the others, and Keras sees as many steps as it asked for. The
+same holds for a rank that was started again, and joins the others at their present step.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hop_tf.keras_hook.trace import when_here
 class StepSkipping:
     """Puts a condition around training steps.
 
-    A step that is passed over advances the optimizer's iterations, which schedules go by, and returns what the last
-    one before returned: metrics stand still. They are nan as long as no step of an epoch was made; in a rank that was
-    started again, those of the epoch in which it joins the others are of the steps that it has made.
+    A skipped step advances the optimizer's iterations, which schedules follow. It returns the results of the last step
+    that was made, so that metrics do not change. Metrics are nan as long as an epoch has made no step. A restarted rank
+    joins the others in the middle of an epoch. Its metrics of this epoch cover only the steps that it has made.
 
     Args:
-      why: Why steps are passed over, and how that can be avoided, for errors: a sentence.
+      why: A sentence for errors: the reason for skipping steps, and a way to avoid it.
     """
 
     def __init__(self, why: str):
@@ -45,24 +45,24 @@ class StepSkipping:
 
     @property
     def has_no_metrics(self) -> bool:
-        """True if all steps since the metrics were reset were passed over."""
+        """True if all steps since the metrics were reset were skipped."""
         return bool(self._has_no_metrics)
 
     @property
     def is_behind(self) -> bool:
-        """Whether this rank was started again, and is not yet where the others are."""
+        """True if this rank skips steps until it has caught up with the others."""
         return bool(self._is_behind)
 
     def begin_session(self) -> None:
-        """Forgets what was left to be passed over when the last session ended."""
+        """Forgets the steps that were left to skip when the last session ended."""
         self._num_left.assign(0)
         self._is_behind.assign(False)
 
     def note(self, optimizer: Any, *, in_fit: bool) -> None:
-        """The step that is being traced updates by `optimizer`, and is one of `fit`, or not.
+        """Called with the optimizer of the step that is being traced. `in_fit` is True for a step of `fit`.
 
         Raises:
-          ValueError: If it cannot be passed over: it is not one of `fit`, or it updates by several optimizers.
+          ValueError: If the step cannot be skipped: it is no step of `fit`, or it updates by several optimizers.
         """
         if not in_fit:
             raise ValueError(
@@ -81,40 +81,40 @@ class StepSkipping:
 
         Args:
           catch_up: Given the optimizer, emits ops that return an int64 scalar. They may change any variable.
-          takes_count: Whether the optimizer goes on to count from what `catch_up` has made of its iterations. Default:
-            from the number of steps that were passed over.
+          takes_count: True if the optimizer keeps the iterations that `catch_up` has assigned. Default False: its
+            iterations count the skipped steps.
         """
         self._catch_up = catch_up
         self._takes_count = takes_count
 
     def fall_behind(self) -> None:
-        """Passes over the steps of an update, and then of as many as `catch_up` says, until that is none.
+        """Skips the steps of one update, and then of as many updates as `catch_up` returns, until it returns 0.
 
-        Called between two steps, also between two that belong to the same update. `let_catch_up` comes first.
+        Called between two steps, which may belong to the same update. `let_catch_up` comes first.
         """
         size = gradient_accumulation_steps(self._optimizer)
         self._num_left.assign(size - int(iterations_variable(self._optimizer)) % size)
         self._is_behind.assign(True)
 
     def begin_by_skipping(self, catch_up: Callable[[Any], tf.Tensor], *, takes_count: bool = False) -> None:
-        """Does what `let_catch_up` and `fall_behind` do, in a rank that has not made any step."""
+        """Does the same as `let_catch_up` and `fall_behind`, in a rank that has not made any step."""
         self.let_catch_up(catch_up, takes_count=takes_count)
         self._passes_over_first = True
-        with tf.init_scope():  # Now, and not in every step.
+        with tf.init_scope():  # Once, now: a graph would do it in every step.
             self._is_behind.assign(True)
 
     def skip(self, num_updates: tf.Tensor) -> None:
-        """Emits the op that passes over the steps of the next `num_updates` updates."""
+        """Emits the op that skips the steps of the next `num_updates` updates."""
         with tf.device("/cpu:0"):
             self._num_left.assign(num_updates * gradient_accumulation_steps(self._optimizer))
 
     def run(self, step: Callable[[], Any], arguments: Any, model: keras.Model) -> Any:
-        """Emits `step`, or runs it eagerly, unless it is to be passed over; returns what it returns.
+        """Emits `step`, or runs it eagerly, unless it is to be skipped. Returns its results.
 
         Args:
           step: The step.
-          arguments: What it works on: where no data is left, nothing is passed over.
-          model: What it trains.
+          arguments: Its arguments. If no data is left, no step is counted as skipped.
+          model: The model that it trains.
         """
         self._metrics = tf_variables(*(metric.variables for metric in model.metrics))
         if self._catch_up is not None and tf.executing_eagerly():
@@ -123,7 +123,7 @@ class StepSkipping:
                 "`patience_seconds`."
             )
         with when_here(arguments):
-            # In a graph both branches are traced, the step first, so that its results are known when the other is.
+            # In a graph both branches are traced, the step first: the other branch needs the results' structure.
             outputs = tf.cond(self._has_none_left(), lambda: self._take(step), self._pass_over)
         if self._passes_over_first:
             self._passes_over_first = False
@@ -141,10 +141,10 @@ class StepSkipping:
         return tensors
 
     def _kept(self, index: int, tensor: tf.Tensor) -> tf.Variable | None:
-        """A variable with the value of the step's output `index`; None where its shape depends on the batch."""
+        """A variable with the value of the step's output `index`; None if its shape depends on the batch."""
         if not tensor.shape.is_fully_defined():
             return None
-        # A function that is traced again must not make new ones.
+        # A function that is traced again must not create variables.
         key = index, tensor.dtype, tuple(tensor.shape)
         if key not in self._variables:
             with tf.init_scope(), tf.device("/cpu:0"):
@@ -179,12 +179,12 @@ class StepSkipping:
         if self._takes_count:
             return
         with tf.control_dependencies([num_updates]):
-            iterations.assign(num_passed)  # Not another rank's.
+            iterations.assign(num_passed)  # Not another rank's count.
 
     def _fill_metrics(self, value: float, *, has_none: bool = False) -> None:
-        """Gives all floating-point metrics a value; `has_none` says whether the next step begins them anew.
+        """Gives all floating-point metrics a value. With `has_none`, the next step begins the metrics anew.
 
-        Integers cannot be nan: `fit` puts that into the logs of the epoch.
+        Integers cannot be nan. For these, `fit` puts nan into the logs of the epoch.
         """
         self._has_no_metrics.assign(has_none)
         for variable in [each for each in self._metrics if each.dtype.is_floating]:
@@ -193,13 +193,13 @@ class StepSkipping:
 
 @dataclasses.dataclass(frozen=True)
 class _Outputs:
-    """What a step returned last.
+    """The results of the step that was traced last.
 
     Attributes:
-      structure: As the step returned it.
-      leaves: What is in it.
-      tensors: Those leaves that are not None.
-      kept: A variable for each tensor, or None.
+      structure: The step's result.
+      leaves: The leaves of the structure.
+      tensors: The leaves that are not None, as tensors.
+      kept: For each tensor, a variable that keeps its last value, or None.
     """
 
     structure: Any
@@ -208,7 +208,7 @@ class _Outputs:
     kept: Sequence[tf.Variable | None]
 
     def recall(self) -> list[tf.Tensor]:
-        """Emits the ops that give the tensors again; those that were not kept, empty."""
+        """Emits the ops that return the kept tensors again. Tensors that were not kept are empty."""
         return [
             _empty(tensor) if variable is None else variable.read_value()
             for variable, tensor in zip(self.kept, self.tensors, strict=True)

@@ -1,4 +1,4 @@
-"""`StepTrace`: what is known of a training step while it is traced."""
+"""`StepTrace`: facts about a training step, collected while it is traced."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _CONTROL_FLOW_GRAPHS = (
     control_flow_v2_func_graphs.WhileBodyFuncGraph,
     control_flow_v2_func_graphs.WhileCondFuncGraph,
 )
-# Operations that only look at a variable.
+# Operations that only read a variable.
 _READ_ONLY_OPS = frozenset(
     {"ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarIsInitializedOp", "VariableShape"}
 )
-# What Keras runs on a batch: methods of models, and under `predict` a function within another one.
+# The functions that Keras runs on a batch: methods of models, and a nested function under `predict`.
 _KERAS_STEPS = ("train_step", "test_step")
 _PREDICT_STEP = "TensorFlowTrainer.make_predict_function.<locals>.one_step_on_data"
 
 
 def when_here(arguments: Any) -> contextlib.AbstractContextManager:
-    """What is emitted in this context runs when the tensors in `arguments` are there.
+    """A context whose operations run when the tensors in `arguments` are there.
 
-    At the end of data of unknown length Keras begins a step whose batch never comes. Nothing of it must happen.
+    At the end of data of unknown length, Keras begins a step whose batch never comes. No part of that step may run.
     """
     leaves = tf.nest.flatten(arguments, expand_composites=True)
     tensors = [leaf for leaf in leaves if tf.is_symbolic_tensor(leaf) and leaf.dtype not in (tf.resource, tf.variant)]
@@ -48,24 +48,24 @@ def trained_model(fn: Callable) -> keras.Model | None:
 
 
 def is_keras_step(fn: Callable) -> bool:
-    """True if `fn` is what Keras's `fit`, `evaluate` or `predict` runs on a batch."""
+    """True if `fn` is the function that Keras's `fit`, `evaluate` or `predict` runs on a batch."""
     method = inspect.unwrap(fn)
     is_of_model = isinstance(getattr(method, "__self__", None), keras.Model)
     return (is_of_model and getattr(method, "__name__", "") in _KERAS_STEPS) or is_predict_step(fn)
 
 
 def is_predict_step(fn: Callable) -> bool:
-    """True if `fn` is what Keras's `predict` runs on a batch."""
+    """True if `fn` is the function that Keras's `predict` runs on a batch."""
     return getattr(inspect.unwrap(fn), "__qualname__", "") == _PREDICT_STEP
 
 
 def has_no_call(model: keras.Model) -> bool:
-    """Whether `model` is made of parts that its `train_step` puts together, as GANs and autoencoders often are."""
+    """True if `model` has no `call`: its `train_step` combines its parts, as in many GANs and autoencoders."""
     return type(model).call is keras.Model.call
 
 
 def is_built(model: keras.Model) -> bool:
-    """Whether `model` has its weights; one without `call` is never built, and has those of its parts."""
+    """True if `model` has its weights. A model without `call` is never built, and has the weights of its parts."""
     return model.built or (has_no_call(model) and bool(model.weights))
 
 
@@ -85,18 +85,18 @@ class Assigned:
 
 
 class StepTrace:
-    """What is known of one call of `run(fn)` while it is traced (or, run eagerly, executed).
+    """Facts about one call of `run(fn)`, collected while it is traced (or run eagerly).
 
     Attributes:
       model: The model whose `train_step` is `fn`; None for any other function.
       draws_apart: True if each replica draws random numbers of its own: in a training step, and in a custom loop.
-      comes_first: What is done before all else of the step.
-      started_at: `tf.timestamp()` at the start of the step, where somebody wants to know.
+      comes_first: Operations that run before the rest of the step.
+      started_at: `tf.timestamp()` at the start of the step; None if nothing needs it.
       num_updates: Optimizer updates seen so far.
-      states: For each exchange group, what its scheme keeps from before the update for after it.
-      states_of_model: The model's states, and marked variables beside it; see `read_states`.
+      states: For each exchange group, values that its scheme keeps from before the update until after it.
+      states_of_model: The model's states, and marked variables outside of it; see `read_states`.
       has_ended: True when the step is traced, or has failed.
-      reads_before_decay: True if somebody asks for weights before their decay, also for those that are not assigned.
+      reads_before_decay: True if `before_decay` is needed for all weights, not only for assigned ones.
 
     Args:
       fn: The step.
@@ -118,29 +118,29 @@ class StepTrace:
         self.states_of_model: list[State] = []
         self._at_start: dict[int, tf.Tensor] = {}
         self._claimed: set[int] = set()
-        # Of weights that the step assigns before the update: the value at the start, and the one that decay began with.
+        # For weights that the step assigns before the update: their values at the start, and right before decay.
         self._before_assignment: dict[int, tf.Tensor] = {}
         self._before_decay: dict[int, tf.Tensor] = {}
         self._is_updating = False
-        self._assigned_after: dict[int, tf.Variable] = {}  # Eagerly; a graph tells by its operations.
+        self._assigned_after: dict[int, tf.Variable] = {}  # Used eagerly; a graph tells by its operations.
         self._assigned_between: dict[int, tf.Variable] = {}  # Before an update of other variables.
-        # The variables that optimizers have updated, each with the number of operations that had assigned it by then.
+        # The updated variables, each with the number of its assignments in the graph at the time of the update.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
-        self._alike: dict[int, int] = {}  # How often variables were assigned, by handles, when copies were alike.
+        self._alike: dict[int, int] = {}  # Assignments of each handle when copies were last equal.
 
     def when_data_is_here(self) -> contextlib.AbstractContextManager:
-        """What is emitted in this context runs when the step's batch is there: see `when_here`."""
+        """A context whose operations run when the step's batch is there: see `when_here`."""
         return when_here(self._tensors)
 
     def num_rows(self) -> int | tf.Tensor | None:
-        """How many rows the step's batch has, as of `count_rows`."""
+        """The number of rows of the step's batch, as `count_rows` returns it."""
         first = next(iter(self._arguments), None)
-        if isinstance(first, tf.distribute.DistributedValues):  # Of a model's step that a user runs on several devices.
+        if isinstance(first, tf.distribute.DistributedValues):  # A user runs a model's step on several devices.
             return sum(count_rows(part) for part in first.values)
         return count_rows(self._arguments)
 
     def refuse_nested_function(self) -> None:
-        """Raises ValueError within a tf.function in the step: it is traced more than once, and cached apart."""
+        """Raises ValueError within a tf.function in the step, which is traced more than once and cached separately."""
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         while graph is not None and graph is not self._graph and isinstance(graph, _CONTROL_FLOW_GRAPHS):
             graph = graph.outer_graph
@@ -152,29 +152,29 @@ class StepTrace:
             )
 
     def read_states(self) -> None:
-        """Reads now, before the step assigns them, the states that ranks may average beside the weights."""
+        """Reads the states that ranks may average together with the weights, before the step assigns them."""
         self.states_of_model = states_of(self.model)
         for state in self.states_of_model:
             if state.owner is Owner.MEAN:
                 self._at_start[id(state.variable)] = state.variable.read_value()
 
     def value_at_start(self, variable: tf.Variable) -> tf.Tensor:
-        """The variable's value at the start of the step; that of trained variables right before the update."""
+        """The value of an averaged state at the start of the step; the present value of any other variable."""
         known = self._at_start.get(id(variable))
         return variable.read_value() if known is None else known
 
     def claim(self, variables: Sequence[tf.Variable]) -> None:
-        """Notes that these variables are exchanged: with several optimizers, each variable by one of them."""
+        """Records that these variables are exchanged. With several optimizers, one of them exchanges each variable."""
         self._claimed.update(id(variable) for variable in variables)
 
     def unclaimed_means(self, trained: Sequence[tf.Variable]) -> list[tf.Variable]:
-        """The states that ranks average beside the weights, and that no optimizer's exchange has claimed.
+        """The states that ranks average together with the weights, and that no optimizer's exchange has claimed.
 
-        Statistics of Keras's layers count if the step, as far as it is traced, assigns them: those of a frozen layer
-        do not change. Eagerly, no graph tells: those of layers that train count.
+        A statistic of Keras's layers counts if the step, as far as it is traced, assigns it. The statistics of a frozen
+        layer do not change. Eagerly, there is no graph to look at: the statistics of layers that train count.
 
         Args:
-          trained: What the optimizer updates.
+          trained: The variables that the optimizer updates.
         """
         known = self._claimed.union(map(id, trained))
         means = [each for each in self.states_of_model if each.owner is Owner.MEAN and id(each.variable) not in known]
@@ -197,7 +197,7 @@ class StepTrace:
         ]
 
     def note_assignment(self, variable: tf.Variable) -> None:
-        """Notes that the step is about to assign a trained weight: called by what watches the weight."""
+        """Records that the step is about to assign a trained weight. The weight's `Watch` calls this."""
         if self._is_updating or id(variable) in self._before_assignment:
             return
         if id(variable) in self._updated:
@@ -208,7 +208,7 @@ class StepTrace:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Within it, assignments are those of an optimizer, or of a strategy."""
+        """A context in which assignments count as an optimizer's or a strategy's, not as the program's."""
         before, self._is_updating = self._is_updating, True
         try:
             yield
@@ -216,16 +216,16 @@ class StepTrace:
             self._is_updating = before
 
     def note_decay(self, variables: Sequence[tf.Variable]) -> None:
-        """Notes that the optimizer is about to decay these weights, which is a part of its update."""
+        """Records that the optimizer is about to decay these weights, which is a part of its update."""
         noted = [v for v in variables if self.reads_before_decay or id(v) in self._before_assignment]
         self._before_decay.update({id(variable): variable.read_value() for variable in noted})
 
     def before_decay(self, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-        """The weights without what the optimizer has decayed them by in this step; see `reads_before_decay`."""
+        """The weights as they were before the optimizer decayed them in this step; see `reads_before_decay`."""
         return [self._before_decay[id(v)] if id(v) in self._before_decay else v.read_value() for v in variables]
 
     def assigned_before_update(self, variables: Sequence[tf.Variable]) -> list[Assigned]:
-        """Those of these weights that the step has assigned before the optimizer's update."""
+        """The weights, among `variables`, that the step has assigned before the optimizer's update."""
         noted = [variable for variable in variables if id(variable) in self._before_assignment]
         now = self.before_decay(noted)
         return [Assigned(v, self._before_assignment.pop(id(v)), value) for v, value in zip(noted, now, strict=True)]
@@ -248,12 +248,12 @@ class StepTrace:
         return all(state.owner is Owner.MEAN for state in self.states_of_model if state.variable is variable)
 
     def note_alike(self) -> None:
-        """Notes that all copies of variables are alike, as far as the step is traced."""
+        """Records that all copies of variables are equal at this point of the trace."""
         if self._graph is not None:
             self._alike = _num_assignments(self._graph)
 
     def note_update(self, variables: Sequence[tf.Variable] = ()) -> None:
-        """Notes that an optimizer has updated these variables, and has done all that it does with former ones."""
+        """Records that an optimizer has updated `variables`, and is done with all variables that it updated before."""
         if not variables and not self._updated:
             return
         if variables:
@@ -265,11 +265,11 @@ class StepTrace:
         self._assigned_after.clear()
 
     def assigned_after_update(self) -> list[tf.Variable]:
-        """Variables that the step, as far as it is traced, has assigned since an optimizer had updated them."""
+        """Variables that the step, as far as it is traced, has assigned since an optimizer updated them."""
         return list({**self._assigned_between, **self._assigned_since_update()}.values())
 
     def _assigned_since_update(self) -> dict[int, tf.Variable]:
-        """Those that were assigned since the latest update of any variables."""
+        """The updated variables that were assigned since the latest update of any variables."""
         if self._graph is None:
             return self._assigned_after
         counts = _num_assignments(self._graph) if self._updated else {}
@@ -283,12 +283,12 @@ def _is_copied_state(variable: tf.Variable) -> bool:
 
 
 def _handle_id(variable: tf.Variable) -> int:
-    """The identity of a variable's handle; of the first copy's, where each device has one."""
+    """The identity of a variable's handle; of the first copy's handle if each device has a copy."""
     return id(getattr(variable, "values", (variable,))[0].handle)
 
 
 def _num_assignments(graph: tf.Graph) -> dict[int, int]:
-    """How many operations of `graph` do more than look at a variable, by the identity of its handle."""
+    """The number of operations of `graph` that do more than read a variable, by the identity of its handle."""
     return {
         id(handle): sum(_assigns(op, placeholder) for op in placeholder.consumers())
         for handle, placeholder in graph.captures
@@ -297,7 +297,7 @@ def _num_assignments(graph: tf.Graph) -> dict[int, int]:
 
 
 def _assigns(op: tf.Operation, handle: tf.Tensor) -> bool:
-    """Whether an operation does more than look at a variable; of a condition, a loop or a call TensorFlow knows."""
+    """True if an operation does more than read a variable. TensorFlow knows that of conditions, loops and calls."""
     if op.type in _READ_ONLY_OPS:
         return False
     reads, _ = auto_control_deps_utils.get_read_write_resource_inputs(op)

@@ -1,4 +1,4 @@
-"""Where `fit`, its epochs, and its validation begin and end."""
+"""Wraps Keras's trainer, to know the begin and the end of `fit`, of its epochs, and of its validation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from hop_tf.keras_hook.updates import own_updates
 
 @functools.cache
 def wrap_trainer() -> None:
-    """Wraps Keras's `fit`, `evaluate` and `predict` once; they change only for models under an `Extended`."""
+    """Wraps Keras's `fit`, `evaluate` and `predict`, once. They change only for models under an `Extended`."""
     wrap_random()
     for name in ("fit", "evaluate", "predict"):
         setattr(TensorFlowTrainer, name, _wrapped(getattr(TensorFlowTrainer, name), is_fit=name == "fit"))
@@ -57,7 +57,7 @@ _clusters: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
 
 def register_cluster(strategy: tf.distribute.Strategy) -> None:
-    """From now on `fit` refuses models that were made under no strategy: their scope was forgotten."""
+    """Makes `fit` refuse models that were created under no strategy, from now on: their scope was forgotten."""
     _clusters.add(strategy)
 
 
@@ -105,7 +105,7 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
             if is_within_fit:
                 hooks.end_epoch(self)
                 if hooks.leaves_out_validation and is_evaluate and given.get("return_dict"):
-                    return {}  # Of weights that the others' will soon take the place of.
+                    return {}  # Other ranks' weights are about to replace these.
             is_validation = is_within_fit and is_evaluate
             with hooks.keras_call(), hooks.validation() if is_validation else contextlib.nullcontext():
                 return method(self, *args, **kwargs)
@@ -126,9 +126,9 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
 
 
 def _adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Optimizers that were made under no strategy, as by a `compile` outside of the scope, belong to the model's.
+    """Gives optimizers that were created under no strategy, as by a `compile` outside of the scope, the model's.
 
-    Else TensorFlow refuses to make their slots in the scope: "Mixing different tf.distribute.Strategy objects".
+    Otherwise TensorFlow refuses to create their slots in the scope: "Mixing different tf.distribute.Strategy objects".
     """
     default = distribute_lib._get_default_strategy()
     for optimizer in [each for each in vars(model).values() if isinstance(each, BaseOptimizer)]:
@@ -152,15 +152,15 @@ def _undecorated(model: keras.Model) -> Iterator[None]:
 
 
 class _First(keras.callbacks.Callback):
-    """Tells a strategy that an epoch's steps are made, before the callbacks behind this one see model and metrics."""
+    """Tells a strategy that an epoch's steps are made, before the later callbacks see model and metrics."""
 
-    async_safe = True  # Counting does not keep Keras from reading metrics later.
+    async_safe = True  # Keras may read metrics late: this callback only counts steps.
 
     def __init__(self, hooks: TrainingHooks):
         super().__init__()
         self._hooks = hooks
         self._num_steps = 0  # Of the epoch, so far.
-        self._logs: dict[str, Any] = {}  # Of the epoch before.
+        self._logs: dict[str, Any] = {}  # Of the last epoch that has ended.
 
     def on_epoch_begin(self, epoch, logs=None):
         self._num_steps = 0
@@ -176,18 +176,18 @@ class _First(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         if logs:
-            logs.update(self._logs)  # Keras hands over this rank's.
+            logs.update(self._logs)  # Keras passes this rank's own logs.
 
 
 class _Last(keras.callbacks.Callback):
-    """Tells a strategy what the callbacks before this one have done."""
+    """Tells a strategy that the callbacks before this one have run."""
 
     async_safe = True
 
     def __init__(self, hooks: TrainingHooks):
         super().__init__()
         self._hooks = hooks
-        self._functions: dict[Hashable, Any] = {}  # By graph, those that were traced.
+        self._functions: dict[Hashable, Any] = {}  # The traced functions, by the keys of their graphs.
 
     def on_train_begin(self, logs=None):
         self._hooks.begin_training(self.model)
@@ -203,7 +203,7 @@ class _Last(keras.callbacks.Callback):
             self._hooks.ask_to_stop()
 
     def _take_function(self, before: Hashable, now: Hashable) -> None:
-        """Has Keras run another graph from now on, which is traced the first time."""
+        """Makes Keras run another graph from now on. A graph that was not used before is traced."""
         self._functions[before] = self.model.train_function
         self.model.train_function = self._functions.get(now)
         self.model.make_train_function()
@@ -218,7 +218,7 @@ class _Last(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def _between(callbacks: Any, hooks: TrainingHooks, model: keras.Model) -> Iterator[Any]:
-    """The user's callbacks between `_First` and `_Last`."""
+    """Yields the user's callbacks between `_First` and `_Last`."""
     first, last = _First(hooks), _Last(hooks)
     for each in (first, last):
         each.set_model(model)  # Keras does so with callbacks in a list only, not with those in a `CallbackList`.
@@ -243,7 +243,7 @@ def _fit(hooks: TrainingHooks, x: Any, callbacks: Any) -> Iterator[None]:
 
 
 def _wrapped_metrics(method: Callable) -> Callable:
-    """Metrics of a step are of all devices of the process."""
+    """Computes the metrics of a step for all devices of the process."""
 
     @functools.wraps(method)
     def get_metrics_result(self):
@@ -254,7 +254,7 @@ def _wrapped_metrics(method: Callable) -> Callable:
 
 
 def _wrapped_build(method: Callable) -> Callable:
-    """Under a strategy, Keras calls a model to build it before it trains; not so where there is nothing to call."""
+    """Builds a model from the first batch, as Keras does under a strategy. A model without `call` is not called."""
 
     @functools.wraps(method)
     def build(self, iterator=None, data_batch=None):
@@ -272,13 +272,13 @@ def _wrapped_build(method: Callable) -> Callable:
 
 
 def _rows_of_step(iterator: TFEpochIterator) -> Callable[[Any], Any]:
-    """Takes this rank's rows of a training batch. Validation, also within `fit`, and prediction take whole batches."""
+    """A function that takes this rank's rows of a training batch. For validation and `predict`, it takes all rows."""
     hooks = iterator._hop_tf_trains
     return (lambda batch: batch) if hooks is None else hooks.own_rows
 
 
 def _wrapped_iterator(method: Callable) -> Callable:
-    """Keras makes a dataset here, counts its batches, and has it distributed."""
+    """Reports the batches of the dataset that Keras creates, counts and distributes here."""
 
     @functools.wraps(method)
     def make(self, distribute_strategy=None, *args, **kwargs):
@@ -293,7 +293,7 @@ def _wrapped_iterator(method: Callable) -> Callable:
 
 
 def _wrapped_enumeration(method: Callable) -> Callable:
-    """The steps of an epoch. Only here `fit` can be kept from making a step: callbacks cannot do it."""
+    """Lets a strategy skip steps of an epoch, or end it. Callbacks cannot keep `fit` from making a step."""
 
     @functools.wraps(method)
     def enumerate_steps(self):
@@ -311,14 +311,14 @@ def _until_stopped(steps: Iterator, hooks: TrainingHooks, epoch: TFEpochIterator
         if not hooks.begin_steps(number):
             return
         *_, iterator = step
-        if not hooks.pass_over(number, iterator.get_next):  # Its error ends the epoch, as that of a step does.
+        if not hooks.pass_over(number, iterator.get_next):  # An OutOfRangeError ends the epoch, as a step's does.
             yield step
 
 
 def _size_of_execution(epoch: TFEpochIterator) -> int:
-    """The number of steps of the next execution: known data may have fewer batches left than an execution takes."""
+    """The number of steps of the next execution: fewer than usual if the data has fewer batches left."""
     size, num_batches = epoch.steps_per_execution, epoch._num_batches
-    num_before = epoch._steps_seen - size  # Keras has counted the execution as full. `steps_per_epoch` cuts none off.
+    num_before = epoch._steps_seen - size  # Keras has counted it as full. `steps_per_epoch` shortens no execution.
     return min(size, num_batches - num_before) if num_batches else size
 
 
@@ -331,7 +331,7 @@ def _refuse_outside_step(optimizer: BaseOptimizer) -> None:
 
 
 def _wrapped_update(method: Callable) -> Callable:
-    """Custom loops that do not go through `run` train alone: they are refused."""
+    """Refuses updates outside of `run`: a custom loop that makes them would train this rank alone."""
 
     @functools.wraps(method)
     def update(self, *args, **kwargs):
@@ -368,7 +368,7 @@ def _wrapped_decay(method: Callable) -> Callable:
 
 
 def _applied_once(method: Callable) -> Callable:
-    """Where a process has several devices, an optimizer applies the sums of their gradients, once."""
+    """Makes an optimizer apply gradients once for all devices of a process: the sums of their gradients."""
 
     @functools.wraps(method)
     def apply(self, grads, trainable_variables=None):
@@ -383,7 +383,7 @@ def _applied_once(method: Callable) -> Callable:
 
 
 def _wrapped_all_reduce(method: Callable) -> Callable:
-    """Gradients are exchanged with the update: one operation for all would keep the first from leaving at once."""
+    """Leaves gradients to the exchange at the update. One operation for all would hold back the first gradients."""
 
     @functools.wraps(method)
     def all_reduce(self, grads_and_vars):

@@ -1,4 +1,4 @@
-"""Searches for hyperparameters by KerasTuner: every rank makes the same trials."""
+"""Checks that every rank makes the same trials in a search for hyperparameters by KerasTuner."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Trial:
     """The trial that a `fit` belongs to, if KerasTuner has called it.
 
     Args:
-      callbacks: As `fit` takes them. KerasTuner adds one of its own.
+      callbacks: As `fit` takes them. KerasTuner adds a callback of its own.
 
     Attributes:
-      claims: What to claim in the session: if a rank does, all ranks have to compare.
+      claims: The claims for the session. If any rank makes them, all ranks have to compare.
     """
 
     def __init__(self, callbacks: object):
@@ -37,7 +37,7 @@ class Trial:
         return _PLACE + place_of(os.fspath(self._callback.tuner.project_dir))
 
     def is_needed(self, owners: Collection[str]) -> bool:
-        """True if a rank makes a trial; `owners` are the claims of all ranks."""
+        """True if any rank makes a trial. `owners` are the claims of all ranks."""
         return _CLAIM in owners
 
     def compare(self, owners: Mapping[str, int], share: Callable[[bytes], Sequence[bytes]]) -> None:
@@ -48,7 +48,7 @@ class Trial:
           share: Gives every rank each rank's bytes.
 
         Raises:
-          MismatchError: On all ranks, if a rank tries others, or writes to the directory of another rank.
+          MismatchError: On all ranks, if a rank tries other hyperparameters, or writes to another rank's directory.
         """
         own = None
         if self._callback is not None:
@@ -89,7 +89,7 @@ def _callback_of_tuner(callbacks: object) -> keras.callbacks.Callback | None:
 
 @contextlib.contextmanager
 def ending_search(callbacks: object) -> Iterator[None]:
-    """Has errors of hop_tf end a search. KerasTuner notes others with the trial, and goes on as if nothing happened."""
+    """Makes errors of hop_tf end a search. KerasTuner only records other errors with the trial, and continues."""
     try:
         yield
     except HopError as error:
@@ -100,5 +100,5 @@ def ending_search(callbacks: object) -> Iterator[None]:
 
 @functools.cache
 def _fatal(kind: type[HopError]) -> type[HopError]:
-    """The same error, which KerasTuner raises."""
+    """The same error as a class that KerasTuner raises instead of recording it."""
     return type(kind.__name__, (kind, sys.modules["keras_tuner"].errors.FatalError), {"__doc__": kind.__doc__})

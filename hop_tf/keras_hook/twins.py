@@ -1,8 +1,9 @@
-"""`Twin`: a second state of an optimizer and its variables, moved by the same rule.
+"""`Twin`: a second state of an optimizer and its variables, updated by the same rule.
 
-An update costs some fifty operations for each variable, however small that is. So small variables lie together in flat
-vectors here, and a vector is updated as if it were one variable. The results are the same, but for the last bit of a
-root, where a rule makes each value of nothing but its own gradient, weight and slots, as most of Keras's optimizers do.
+An update costs some fifty operations for each variable, however small the variable is. So small variables lie together
+in flat vectors here, and each vector is updated as if it were one variable. The results are the same (except for the
+last bit of a root) for elementwise rules. Such a rule computes each value from its own gradient, weight and slots only,
+as most of Keras's optimizers do.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from hop_tf.keras_hook.optimizers import (
 )
 from hop_tf.keras_hook.updates import decayed_values, update
 
-# Others look at a whole variable, as Lamb does; or are a user's own.
+# Other optimizers look at a whole variable, as Lamb does, or are a user's own.
 _ELEMENTWISE = tuple(
     getattr(keras.optimizers, name)
     for name in ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Lion")
 )
-# A larger variable stays by itself: to copy it would cost more than the operations that this saves.
+# A larger variable stays by itself: copying it would cost more than the saved operations.
 _MAX_SMALL_VALUES = 1 << 14
 
 
@@ -54,7 +55,7 @@ class Twin:
 
     Args:
       optimizer: The optimizer, built, for which `has_twin` is true.
-      variables: What it updates.
+      variables: The variables that it updates.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[tf.Variable]):
@@ -82,7 +83,7 @@ class Twin:
         }
 
     def _make(self, kind: Sequence[tf.Variable], group: Sequence[int]) -> keras.Variable:
-        """A variable of zeros that holds those of a group."""
+        """A variable of zeros with room for all variables of a group."""
         first = kind[group[0]]
         shape = first.shape if len(group) == 1 else [sum(self._shapes[index].num_elements() for index in group)]
         with tf.init_scope(), tf.device(first.device):
@@ -94,9 +95,9 @@ class Twin:
         return self._mine[0]
 
     def _moved(self) -> Any:
-        """An optimizer of the twin's variables, with the settings and the learning rate that the other one has now.
+        """An optimizer of the twin's variables, with the present settings and learning rate of the original optimizer.
 
-        Attributes are set beside Keras's tracking, which would add them to what the other one saves.
+        Attributes bypass Keras's tracking, which would add them to the saved state of the original optimizer.
         """
         optimizer = self._optimizer()
         if decays(optimizer, self._theirs[0]) != self._have_decay:
@@ -106,12 +107,12 @@ class Twin:
             )
         moved = object.__new__(type(optimizer))
         vars(moved).update({**vars(optimizer), **self._attributes})
-        for name in ("assign_add", "assign_sub"):  # Of the other one: see `out_of_place`.
+        for name in ("assign_add", "assign_sub"):  # Bound to the original optimizer: see `out_of_place`.
             vars(moved).pop(name, None)
         return moved
 
     def join(self, values: Sequence) -> list[tf.Tensor]:
-        """Lays out one value for each variable as `weights` are."""
+        """Lays out one value for each variable in the same way as `weights`."""
         flat = tf.constant([-1])
         return [
             values[first]
@@ -121,8 +122,8 @@ class Twin:
         ]
 
     def _cut(self, joined: Sequence[tf.Tensor]) -> Iterator[tuple[int, tf.Tensor]]:
-        """Yields each variable's part of what `join` has joined, with the index of the variable."""
-        shapes = {shape: tf.constant(shape, tf.int32) for shape in set(map(tuple, self._shapes))}  # For many, few.
+        """Undoes `join`: yields the index of each variable and its part."""
+        shapes = {shape: tf.constant(shape, tf.int32) for shape in set(map(tuple, self._shapes))}  # Often few.
         for group, value in zip(self._groups, joined, strict=True):
             if len(group) == 1:
                 yield group[0], value
@@ -132,7 +133,7 @@ class Twin:
                 yield index, tf.reshape(piece, shapes[tuple(self._shapes[index])])
 
     def take(self, weights: Sequence) -> None:
-        """Takes these weights, and the optimizer's slots and count."""
+        """Copies these weights, and the optimizer's slots and count, into the twin."""
         for mine, theirs in zip(self._mine, [weights, *self._theirs[1:]], strict=True):
             for variable, value in zip(mine, self.join(theirs), strict=True):
                 variable.assign(value)
@@ -142,7 +143,7 @@ class Twin:
         """Gives the optimizer and its variables the twin's state.
 
         Args:
-          decayed: True: after decoupled weight decay, with which an update begins.
+          decayed: True to give the weights after decoupled weight decay, the first part of an update.
         """
         values = [[variable.read_value() for variable in kind] for kind in self._mine]
         if decayed:
@@ -157,7 +158,7 @@ class Twin:
 
         Args:
           joined: Gradients, from `join`.
-          rate: The learning rate, in the place of a constant one. Default: the optimizer's.
+          rate: The learning rate that replaces a constant one. Default: the optimizer's.
         """
         update(self._moved(), joined, self.weights, rate)
 

@@ -28,11 +28,11 @@ from hop_tf.tensors.finite import are_finite
 
 
 class _OwnUpdates(threading.local):
-    """Whether `update` or `prepare_update` calls an optimizer in this thread: hooks have nothing to do with that.
+    """Flags of this thread: set while `update` or `prepare_update` calls an optimizer, which hooks must ignore.
 
     Attributes:
-      runs: Whether the optimizer's update is ours.
-      is_left_out: Whether the update itself is left out, but for what comes before it.
+      runs: True while the optimizer's update is a strategy's own.
+      is_left_out: True while an optimizer does only what comes before its update.
     """
 
     runs = False
@@ -44,7 +44,7 @@ own_updates = _OwnUpdates()
 
 @contextlib.contextmanager
 def as_own_updates() -> Iterator[None]:
-    """Updates in this context, and in this thread, are no part of a user's training step."""
+    """A context in which this thread's updates are a strategy's own, and no part of a user's training step."""
     before, own_updates.runs = own_updates.runs, True
     try:
         yield
@@ -58,17 +58,17 @@ def update(
     variables: Sequence[tf.Variable],
     rate: tf.Tensor | None = None,
 ) -> None:
-    """Emits one update of some variables, with all that belongs to it: what `optimizer.apply` does of itself.
+    """Emits one complete update of some variables, as `optimizer.apply` makes it.
 
-    Decay, step, moving averages, constraints, and the count of steps. Gradients are used as they are, not scaled or
-    accumulated; within a `LossScaleOptimizer`, where they come here before they are clipped, they are clipped, and an
-    update with gradients that are not finite is left out. No strategy's hooks see it.
+    That includes decay, step, moving averages, constraints, and the count of steps. Gradients are neither scaled nor
+    accumulated. For a `LossScaleOptimizer`, gradients come here before they are clipped: they are clipped here, and an
+    update with gradients that are not finite is left out. No strategy's hooks see the update.
 
     Args:
       optimizer: The optimizer, built.
-      gradients: One dense gradient a variable.
-      variables: Some of those that it updates.
-      rate: The learning rate, in the place of a constant one. Default: the optimizer's.
+      gradients: One dense gradient for each variable.
+      variables: Some of the variables that the optimizer updates.
+      rate: The learning rate that replaces a constant one. Default: the optimizer's.
     """
     inner = innermost(optimizer)
     if inner is optimizer:
@@ -97,20 +97,20 @@ def _update(
 
 @functools.cache
 def follows_weights(kind: type) -> bool:
-    """Whether optimizers of a class begin an update with the weights as they are.
+    """True if optimizers of a class begin an update with the present weights.
 
-    Ftrl does not: it computes them anew from what it remembers, so that what came from other ranks is gone. Found by an
-    update of two weights that differ by 1, with the same gradients, which is made at once, in a graph too.
+    Ftrl does not: it computes weights anew from its slots, and loses values that came from other ranks. The test is an
+    update of two weights that differ by 1, with equal gradients. It runs at once, even while a graph is traced.
 
     Args:
-      kind: The class. One that cannot be tried so, such as a class that needs arguments, is not judged.
+      kind: The class. The result is True if the test fails, as for a class that needs arguments.
     """
     with tf.init_scope(), as_own_updates(), _in_replica():
-        # Named, as Keras numbers what is not: a rank whose process tries a class first would number its own otherwise.
+        # Named, because Keras numbers objects without a name: the test must not change the names of other objects.
         variable = keras.Variable([1.0, 2.0], name="tried")
         try:
             kind(name="tried").apply([tf.constant([0.1, 0.1])], [variable])
-        except Exception as error:  # Whatever a user's own optimizer makes of it: training shows that.
+        except Exception as error:  # A user's optimizer may raise anything. Training will show if it works.
             logging.info("%s was not tried: %s: %s", kind.__name__, type(error).__name__, error)
             return True
         first, second = variable.numpy()
@@ -118,9 +118,9 @@ def follows_weights(kind: type) -> bool:
 
 
 def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
-    """Emits what `optimizer.apply` has done when it comes to the hooks: decay, and what Nadam does before its steps.
+    """Emits what `optimizer.apply` does before it calls the hooks: decay, and Nadam's preparation of a step.
 
-    Nothing within a `LossScaleOptimizer`, where all of that comes behind the hooks.
+    Emits nothing for a `LossScaleOptimizer`, which does all of that after the hooks.
     """
     if innermost(optimizer) is not optimizer:
         return
@@ -132,7 +132,7 @@ def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Se
 
 
 def decayed_values(optimizer: Any, variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    """The variables after decoupled weight decay, with which an update begins. For Keras's own optimizers."""
+    """The variables after decoupled weight decay, the first part of an update. For Keras's own optimizers."""
     values = [variable.read_value() for variable in variables]
     optimizer = innermost(optimizer)
     if optimizer.weight_decay is None:
@@ -156,8 +156,8 @@ def _begin_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Seq
 def out_of_place(optimizer: Any) -> Iterator[None]:
     """Makes the optimizer's `assign_add` and `assign_sub` write to new memory.
 
-    Strategies keep what variables were before an update. A variable shares its memory with what is kept of it, so that
-    an update in place would first copy that. An optimizer with assignments of its own keeps them.
+    Strategies keep the values of variables from before an update. A variable shares its memory with the kept value, so
+    that an update in place would first copy it. An optimizer that overrides these methods is left as it is.
     """
     kind = type(optimizer)
     if (kind.assign_add, kind.assign_sub) != (TFOptimizer.assign_add, TFOptimizer.assign_sub):
@@ -182,7 +182,7 @@ def out_of_place(optimizer: Any) -> Iterator[None]:
 
 
 def _in_replica() -> contextlib.AbstractContextManager:
-    """A replica context, which optimizers ask for, also between two steps."""
+    """A replica context, which optimizers need, also between two steps."""
     if tf.distribute.get_replica_context() is not None:
         return contextlib.nullcontext()
     return one_device_strategy._OneDeviceReplicaContext(tf.distribute.get_strategy())

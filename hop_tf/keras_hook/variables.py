@@ -15,16 +15,16 @@ _OWN = "hop_tf_"
 
 
 def is_own(name: str | None) -> bool:
-    """Whether a variable of that name is one that a strategy keeps for itself: their names begin so."""
+    """True if the name is that of a variable that a strategy keeps for itself: such names begin with `_OWN`."""
     return (name or "").startswith(_OWN)
 
 
 def made_beside_the_trace() -> contextlib.AbstractContextManager:
-    """Within it a `tf.function` under trace does not notice variables that are made eagerly.
+    """A context in which a `tf.function` under trace does not notice variables that are created eagerly.
 
-    A function that makes variables is traced twice, since their initial values may have to be lifted out of its graph.
-    A step's variables (slots, metrics, what a strategy keeps) are made in `tf.init_scope`, with values that are there
-    already: a second trace would change nothing, and doubles the time until training begins.
+    A function that creates variables is traced twice, because their initial values may have to be lifted out of its
+    graph. A step's variables (slots, metrics, what a strategy keeps) are created in `tf.init_scope`, with values that
+    exist already. A second trace would change nothing, and would double the time until training begins.
     """
     return contextlib.nullcontext() if tf.executing_eagerly() else tf.variable_creator_scope(_make)
 

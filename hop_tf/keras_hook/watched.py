@@ -1,7 +1,7 @@
 """`Watch`: notices that a program assigns variables, in a training step or between two.
 
-A callback, a custom loop, or a checkpoint may assign weights. A strategy that keeps a second copy of them would undo
-that without a word.
+A callback, a custom loop, or a checkpoint may assign weights. A strategy that keeps a second copy of the weights would
+silently undo the assignment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CHANGING = (
     "_restore_from_tensors",
 )
 _WATCH = "_hop_tf_watch"
-# What an assignment that was taken back may leave behind, over the largest value.
+# The change that an undone assignment may leave behind, relative to the largest value.
 UNDONE = 1e-4
 ROUNDING = {tf.bfloat16: 0.03, tf.float16: 0.004}
 
@@ -46,8 +46,8 @@ ROUNDING = {tf.bfloat16: 0.03, tf.float16: 0.004}
 class Watch:
     """Notes which of some variables the program assigns.
 
-    A variable that is watched gets a class of its own, whose methods tell the watch. A step costs nothing by that.
-    A `tf.function` that assigns a variable between two steps sets a flag each time it runs.
+    A watched variable gets a subclass whose methods call the watch. That does not slow down a step. A `tf.function`
+    that assigns a variable between two steps sets a flag each time it runs.
     """
 
     def __init__(self):
@@ -56,7 +56,7 @@ class Watch:
         self._groups: weakref.WeakSet[WatchedGroup] = weakref.WeakSet()
         self._values: list[tuple[tf.Variable, tf.Tensor]] = []
         self._assigned: dict[int, weakref.ref[tf.Variable]] = {}
-        # Of each variable that a `tf.function` assigns: true if the function has run since `forget`.
+        # For each variable that a `tf.function` assigns: a flag, true if the function has run since `forget`.
         self._in_functions: dict[int, tuple[weakref.ref[tf.Variable], tf.Variable]] = {}
 
     @property
@@ -70,7 +70,7 @@ class Watch:
         self._trace = weakref.ref(trace)
 
     def add(self, variables: Sequence[tf.Variable]) -> WatchedGroup:
-        """Watches variables from now on, as long as they live. What was assigned so far does not count."""
+        """Watches variables from now on, as long as they live. Earlier assignments do not count."""
         self.listen(variables)
         self._watched.update({id(variable): _until_gone(self._watched, variable) for variable in variables})
         group = WatchedGroup(self, variables)
@@ -79,9 +79,9 @@ class Watch:
         return group
 
     def listen(self, variables: Sequence[tf.Variable]) -> None:
-        """Watches variables in training steps. A function that assigns them counts once `add` was called.
+        """Watches variables in training steps. A function that assigns them counts after `add`.
 
-        A `tf.function` is traced once. So the watch has to listen before a program traces the function.
+        A `tf.function` is traced once, so the watch has to listen before a program traces the function.
         """
         for variable in variables:
             if getattr(variable, _WATCH, None) is None:
@@ -103,11 +103,11 @@ class Watch:
     def _note_function(self, variable: tf.Variable) -> None:
         with tf.init_scope():
             if not variable.is_initialized():
-                return  # This is TensorFlow's function that initializes what a `tf.function` has made.
+                return  # TensorFlow initializes a variable that a `tf.function` has created.
         if id(variable) not in self._in_functions:
             self._in_functions[id(variable)] = _until_gone(self._in_functions, variable), _make_flag(False)
         self._in_functions[id(variable)][1].assign(True)
-        self._set_flags(variable)  # A loop may look at these only.
+        self._set_flags(variable)  # A loop may read only these flags.
 
     def _set_flags(self, variable: tf.Variable) -> None:
         for group in self._groups:
@@ -115,7 +115,7 @@ class Watch:
                 group.flag.assign(True)
 
     def flags_of(self, keys: Iterable[int]) -> list[tf.Variable]:
-        """The flags of functions that assign some of these variables, which are watched."""
+        """The flags of functions that assign some of these watched variables."""
         if not self._in_functions:
             return []
         return [self._in_functions[key][1] for key in keys if key in self._in_functions]
@@ -134,13 +134,13 @@ class Watch:
         return [each for each in variables if each is not None]
 
     def remember(self) -> None:
-        """Keeps the values of now, for `changed`. Costs no memory until variables are assigned."""
+        """Keeps the present values for `changed`. Costs no memory until variables are assigned."""
         self._values = [(each(), each().read_value()) for each in self._watched.values() if each() is not None]
 
     def changed(self) -> list[tf.Variable]:
-        """The variables that were assigned since `forget`, and are not what they were at `remember`, but for rounding.
+        """The variables that were assigned since `forget`, and have changed since `remember` by more than rounding.
 
-        Weights that a callback swaps with their averages, and swaps back, are not quite the same.
+        If a callback swaps weights with their averages, and swaps them back, the weights are not quite the same.
         """
         assigned, values, self._values = {id(each) for each in self.assigned()}, self._values, []
         return [v for v, before in values if id(v) in assigned and not _are_alike(v.numpy(), before.numpy())]
@@ -164,7 +164,7 @@ class WatchedGroup:
       keys: The identities of the variables.
 
     Args:
-      watch: What watches them.
+      watch: The watch of the variables.
       variables: The variables.
     """
 
@@ -175,7 +175,7 @@ class WatchedGroup:
 
     @functools.cached_property
     def flag(self) -> tf.Variable:
-        """True if one of the variables was assigned since `forget`: for graphs. Made when a graph first asks."""
+        """A flag for graphs: true if a variable was assigned since `forget`. Created when a graph first asks."""
         return _make_flag(self._watch.has_assigned(self.keys))
 
     @property
@@ -189,13 +189,13 @@ class WatchedGroup:
         return tf.reduce_any(tf.stack([self.flag, *flags])) if flags else self.flag.read_value()
 
     def forget(self) -> None:
-        """Emits the ops that take what was assigned for known: see `is_assigned`."""
+        """Emits the ops that reset the flags that `is_assigned` reads."""
         for flag in (self.flag, *self._watch.flags_of(self.keys)):
             flag.assign(False)
 
 
 def _until_gone(kept: dict[int, object], variable: tf.Variable) -> weakref.ref[tf.Variable]:
-    """A reference to a variable whose entry in `kept` goes with the variable: identities are used again."""
+    """A reference that removes the variable's entry from `kept` when the variable dies, because ids are reused."""
     key = id(variable)
     return weakref.ref(variable, lambda _: kept.pop(key, None))
 
@@ -207,7 +207,7 @@ def _make_flag(value: bool) -> tf.Variable:
 
 @functools.cache
 def _watched(kind: type) -> type:
-    """A subclass of a class of variables, whose methods tell the variable's watch."""
+    """A subclass of a class of variables. Its methods call the variable's watch."""
     methods = {name: _telling(name) for name in _CHANGING if hasattr(kind, name)}
     return type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, "__qualname__": kind.__qualname__})
 

@@ -1,15 +1,15 @@
-"""Who takes part in the running session, and where a rank waits for others.
+"""The ranks that take part in the running session, and waiting for them.
 
-A *session* is one call of `fit` (or the life of a custom training loop). Ranks enter it together: each announces that
-it is ready and waits for the peers it deals with. They leave it one by one, when their `fit` ends, normally or not;
-the announcement is passed on by everyone, so that it reaches the ranks that are no peers of the leaver too. The others
-go on without a rank that left. When a rank was lost (it died, or cannot be reached), those that notice tell the others;
-whether they then go on without it or all raise, a scheme decides. When a rank gave up or disagreed (an *abort*), all
-raise.
+A *session* is one call of `fit` (or the life of a custom training loop). Ranks enter it together: each rank announces
+that it is ready, and waits for its peers. Ranks leave it one by one, when their `fit` ends, normally or not. Every rank
+passes on such an announcement, so that it also reaches ranks that are no peers of the leaving one. The others go on
+without a rank that has left. When a rank is lost (it died, or cannot be reached), the ranks that notice tell the
+others. The scheme decides if they go on without it, or if all raise. When a rank gives up or disagrees (an *abort*),
+all raise.
 
-A rank that was lost or has ended can be started again. Its new process is told that a session is under way; how it
-joins that one is in `hop_tf.runtime.joining`. Here, every new process that joins is one more *incarnation* of the rank,
-so that late news of an earlier one do no harm.
+A rank that was lost or has exited can be started again. Its new process is told that a session is running, and joins it
+as `hop_tf.runtime.joining` describes. Every new process that joins is one more *incarnation* of the rank, so that late
+news of an earlier incarnation do no harm.
 """
 
 from hop_tf.membership.departures import Departure

@@ -1,6 +1,6 @@
-"""`Departures`: which ranks take part in the running session no more, and in which of its incarnations each rank is.
+"""`Departures`: the ranks that no longer take part in the running session, and the incarnation of each rank.
 
-Nothing here sends or waits. What changes it is called with the rank's monitor held.
+Nothing here sends or waits. Methods that change the state are called with the rank's monitor held.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hop_tf.membership import membership_pb2
 
 @dataclasses.dataclass(frozen=True)
 class Departure:
-    """How a rank left.
+    """The departure of a rank.
 
     Attributes:
-      sent_rounds: By exchange group, how many rounds were sent before.
-      reason: Why; "" where the rank has made all its steps.
-      final: Whether for good.
-      lost: Whether it was lost, and knows nothing of this.
-      num_rounds: How many rounds of the session it had begun; see `Membership.begin_round`.
-      failed: Whether an exception has kept it from making the others.
+      sent_rounds: By exchange group, the number of rounds sent before.
+      reason: The reason; "" if the rank has made all its steps.
+      final: True if the rank has left for good.
+      lost: True if the rank was lost, and does not know of this departure.
+      num_rounds: Number of rounds of the session that the rank had begun; see `Membership.begin_round`.
+      failed: True if an exception has kept the rank from making the other rounds.
     """
 
     sent_rounds: Mapping[str, int]
@@ -33,15 +33,16 @@ class Departure:
 
 
 class Departures:
-    """What a rank knows of the ends of others.
+    """The departures of others, as far as a rank knows them.
 
-    Ranks enter a session together. So where one is in a session, or about to enter it, all others are in the one before
-    at least: what happened in still earlier ones is of no matter to anyone.
+    Ranks enter a session together. If a rank is in a session, or about to enter the session, all others are at least in
+    the previous session. So departures from still earlier sessions no longer matter.
 
     Attributes:
-      session: The running session, or the one that the rank is about to enter.
-      incarnations: How many times a rank has joined a session that was under way; ranks that never did are left out.
-      version: Another number after each change. Who keeps what follows from the above needs to look at this only.
+      session: The running session, or the session that the rank is about to enter.
+      incarnations: By rank, the number of times that it has joined a running session. Ranks that never did are left
+        out.
+      version: A number that changes with the state. Code that caches anything derived from the state only checks this.
     """
 
     def __init__(self):
@@ -52,7 +53,7 @@ class Departures:
         self._gone: dict[int, Departure] = {}  # For good.
 
     def enter(self, session: int) -> None:
-        """The rank is about to enter `session`."""
+        """Called when the rank is about to enter `session`."""
         self.session = session
         self.version += 1
         self._left = {key: departure for key, departure in self._left.items() if not self._is_past(key[0])}
@@ -61,46 +62,46 @@ class Departures:
         return session < self.session - 1
 
     def of(self, rank: int) -> Departure | None:
-        """How `rank` left the running session; None while it takes part."""
+        """The departure of `rank` from the running session; None while it takes part."""
         return self._left.get((self.session, rank)) or self._gone.get(rank)
 
     def end_of(self, rank: int) -> Departure | None:
-        """How `rank` has ended for good; None where it may take part again."""
+        """The final departure of `rank`; None if it may take part again."""
         return self._gone.get(rank)
 
     def ranks(self) -> set[int]:
-        """Ranks that take part in the running session no more."""
-        # Of a copy: whoever looks without the monitor must not meet a change.
+        """The ranks that no longer take part in the running session."""
+        # Of a copy: callers without the monitor must not see a change during the iteration.
         return {rank for session, rank in list(self._left) if session == self.session} | set(self._gone)
 
     def lost(self) -> dict[int, Departure]:
-        """Ranks that were lost and have not joined again."""
+        """The ranks that were lost and have not joined again."""
         return {rank: departure for rank, departure in sorted(self._gone.items()) if departure.lost}
 
     def delivers(self, rank: int, group: str, number: int) -> bool:
-        """Whether what `rank` sends in round `number` of `group` has come or may still come."""
+        """True if the messages of `rank` in round `number` of `group` have come or may still come."""
         departure = self.of(rank)
         return departure is None or number < departure.sent_rounds.get(group, 0)
 
     def incarnation_of(self, rank: int) -> int:
-        """How many times `rank` has joined a session that was under way."""
+        """The number of times that `rank` has joined a running session."""
         return self.incarnations.get(rank, 0)
 
     def begin_incarnation(self, rank: int, incarnation: int) -> None:
-        """What is known of the end of a former incarnation does not count any more."""
+        """Begins a newer incarnation of `rank`, and forgets the departures of former ones."""
         if incarnation > self.incarnation_of(rank):
             self.incarnations[rank] = incarnation
             self.forget(rank)
 
     def forget(self, rank: int) -> None:
-        """Forgets how `rank` has ended, in this session and for good."""
+        """Forgets all departures of `rank`."""
         self.version += 1
         self._left = {key: departure for key, departure in self._left.items() if key[1] != rank}
         self._gone.pop(rank, None)
 
     def note(self, leave: membership_pb2.Leave) -> bool:
-        """Remembers the departure of another rank; False if it was known, of a former incarnation or long ago."""
-        self.begin_incarnation(leave.rank, leave.incarnation)  # It may be the first news of that one.
+        """Remembers another rank's departure. Returns False if it is known, or of a former incarnation or session."""
+        self.begin_incarnation(leave.rank, leave.incarnation)  # This may be the first news of the incarnation.
         if leave.incarnation < self.incarnation_of(leave.rank) or self._is_known(leave):
             return False
         departure = Departure(
@@ -116,14 +117,14 @@ class Departures:
 
     def _is_known(self, leave: membership_pb2.Leave) -> bool:
         gone = self._gone.get(leave.rank)
-        if leave.lost:  # Also after it had left: what it has sent and nobody received will never come.
+        if leave.lost:  # Counts even after a departure: messages in flight will never come.
             return gone is not None and gone.lost
         if leave.final:
             return gone is not None
         return self._is_past(leave.session) or (leave.session, leave.rank) in self._left
 
     def leave_of(self, rank: int, departure: Departure, incarnation: int | None = None) -> membership_pb2.Leave:
-        """The message that tells of a departure from the running session; default: of the incarnation that is known."""
+        """The message about a departure from the running session. Default incarnation: the one that is known."""
         return membership_pb2.Leave(
             rank=rank,
             session=self.session,

@@ -1,8 +1,8 @@
 """`Monitor`: the lock, the clock and the waiting of one rank.
 
-Schemes never touch threads, clocks or locks themselves. All that a rank's threads share (queues, what is known of
-peers) is guarded by one monitor, and all waiting is `Monitor.wait`. So the very same scheme runs on real threads in
-production and on a deterministic scheduler with a virtual clock in tests and simulations.
+Schemes never touch threads, clocks or locks themselves. One monitor guards all state that a rank's threads share
+(queues, the state of peers), and all waiting is `Monitor.wait`. So the same scheme runs on real threads in production,
+and on a deterministic scheduler with a virtual clock in tests and simulations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Monitor(abc.ABC):
 
     @abc.abstractmethod
     def now(self) -> float:
-        """Seconds on this monitor's clock; only differences have a meaning."""
+        """Seconds on this monitor's clock. Only differences have a meaning."""
 
     @abc.abstractmethod
     def __enter__(self) -> Monitor: ...
@@ -35,8 +35,8 @@ class Monitor(abc.ABC):
         """Releases the lock until notified, then takes it again. The lock must be held.
 
         Args:
-          timeout_seconds: After so long the caller looks again at what nobody notifies it of.
-          deadline: On this clock. It waits no longer.
+          timeout_seconds: Time after which the caller checks conditions that come without a notification.
+          deadline: The latest end of the wait, on this clock.
         """
 
 
@@ -58,7 +58,7 @@ class ThreadMonitor(Monitor):
         self._condition.release()
 
     def notify_all(self) -> None:
-        if self._num_waiting:  # Mostly nobody waits, and this is called for each message.
+        if self._num_waiting:  # Called for each message, usually without a waiting thread.
             self._condition.notify_all()
 
     def wait(self, timeout_seconds: float, deadline: float = math.inf) -> None:

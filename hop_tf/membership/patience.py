@@ -1,4 +1,4 @@
-"""`Patience`: for how long ranks that go on without a lost rank wait for one that is silent."""
+"""`Patience`: the time for which ranks that go on without a lost rank wait for a silent rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MOST_GAP_SECONDS = 1.0
 
 
 class Patience:
-    """Tells a silent rank from a rank that this process could not hear, because it was stopped itself.
+    """Distinguishes a silent rank from a rank that this process could not hear, because it was stopped itself.
 
-    A process that wakes finds all others silent until its threads have read what they have sent meanwhile. So silence
-    counts only from when this process was last stopped. A rank that is silent for a quarter of the patience is asked,
-    and has the rest of it to answer. So heartbeats need not be as frequent as a short patience would need them.
+    A process that wakes finds all others silent until its threads have read the messages that came meanwhile. So
+    silence counts only since this process was last stopped. A rank that is silent for a quarter of the patience is
+    asked, and has the rest of the patience to answer. So even a short patience does not need frequent heartbeats.
 
     Args:
       seconds: Silence after which a rank is left behind.
@@ -26,25 +26,25 @@ class Patience:
     Attributes:
       seconds: As above.
       ask_seconds: Silence after which a rank is asked.
-      look_seconds: How often a rank that waits has to look.
+      look_seconds: Interval at which a rank that waits has to check.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float], questions: Questions):
         self.seconds = seconds
         self.ask_seconds = self.look_seconds = seconds / 4
-        # A process that has looked at no other rank for so long may have been stopped itself.
+        # A process that has not checked any rank for this long may have been stopped itself.
         self._gap_seconds = min(2 * self.look_seconds, _MOST_GAP_SECONDS)
         self._now = now
         self._questions = questions
         self._looked_at = self._awake_since = now()
 
     def discount(self, rank: int, status: PeerStatus, *, asks: bool = True) -> PeerStatus:
-        """Returns the `status` of a rank, with the silence that counts. A rank that was never met is left as it is.
+        """Returns the `status` of a rank, with the silence that counts. If a rank was never met, its status stays.
 
         Args:
           rank: The rank.
           status: Its status, which was read just now.
-          asks: Whether the rank may be asked. If not, all of its silence counts: it was sent something before.
+          asks: True if the rank may be asked. Otherwise all of its silence counts, because messages were sent to it.
         """
         now = self._now()
         if now - self._looked_at > self._gap_seconds:

@@ -1,4 +1,4 @@
-"""`Questions`: empty messages to ranks of which nothing is heard."""
+"""`Questions`: empty messages to silent ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hop_tf.transport.base import Transport
 
 
 class Questions:
-    """Asks ranks if they are there, by an empty message, which their transports acknowledge whatever they compute.
+    """Asks ranks if they are there, by an empty message, which their transports acknowledge even during computation.
 
     Methods are called with the monitor held.
 
     Args:
       transport: The transport.
-      monitor: Its clock counts.
-      name: Names the queue of empty messages, on all ranks alike.
+      monitor: Provides the clock.
+      name: Name of the queue of empty messages, equal on all ranks.
     """
 
     def __init__(self, transport: Transport, monitor: Monitor, name: str):
@@ -30,7 +30,7 @@ class Questions:
         transport.register(self._queue, lambda message: None)
 
     def close(self) -> None:
-        """Takes no more messages."""
+        """Stops taking messages."""
         self._transport.unregister(self._queue)
 
     def forget(self) -> None:
@@ -38,7 +38,7 @@ class Questions:
         self._asked_at.clear()
 
     def seconds_unanswered(self, rank: int, silent_seconds: float) -> float:
-        """Returns the seconds since a rank was asked. If it was heard since then, it is asked now: 0.
+        """Returns the seconds since a rank was asked. If it was heard since then, asks it again and returns 0.
 
         Args:
           rank: The rank.
@@ -50,7 +50,7 @@ class Questions:
             return waited
         self._asked_at[rank] = now
         try:
-            self._transport.send(rank, self._queue, supersedes=True)  # Which never blocks.
+            self._transport.send(rank, self._queue, supersedes=True)  # This never blocks.
         except HopError as error:
             logging.info("rank %d: could not ask rank %d: %s", self._transport.rank, rank, error)
         return 0.0

@@ -25,26 +25,28 @@ _Parsed = TypeVar("_Parsed")
 
 
 def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, ...]]:
-    """Parent (None for rank 0) and children of `rank` in the binary tree in which all ranks take part in something."""
+    """Parent (None for rank 0) and children of `rank` in the binary tree over all ranks."""
     parent = (rank - 1) // 2 if rank else None
     children = tuple(child for child in (2 * rank + 1, 2 * rank + 2) if child < world_size)
     return parent, children
 
 
 class Membership(Waiting):
-    """Who takes part in the running session, and waiting for these, over a transport.
+    """The ranks that take part in the running session, and waiting for them, over a transport.
 
     Args:
       transport: The started transport.
       monitor: The rank's monitor.
       options: Deadlines.
       world_size: Number of ranks.
-      peers: Ranks that this one deals with directly, beside its neighbors in the tree of `tree_neighbors`.
-      continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
-      min_ranks: How many ranks, this one included, have to be left, neither lost nor failed; else it raises. Default 1.
-      servers: Parameter servers, which are no ranks, hear of departures, and are an error when lost.
+      peers: Ranks that this rank communicates with, besides its neighbors in the tree of `tree_neighbors`.
+      continue_without_lost: True if a rank that is lost within a step counts as one that has left. Otherwise the loss
+        is an error.
+      min_ranks: The least number of remaining ranks, this one included. Lost and failed ranks do not count. With fewer
+        ranks, this rank raises. Default 1.
+      servers: Parameter servers. They are no ranks, and hear of departures. Losing a server is an error.
       patience_seconds: See `Waiting`. Default None.
-      on_stall: See `Waiting`. Default: nobody is told.
+      on_stall: See `Waiting`. Default: does nothing.
     """
 
     def __init__(
@@ -78,29 +80,29 @@ class Membership(Waiting):
         self._min_ranks = min_ranks
         self._ready = dict.fromkeys(self.peers, 0)
         self._gathered = dict.fromkeys(self.peers, 0)
-        # Whether the others went on without this rank: what it does is of no matter to them any more.
+        # True if the others went on without this rank, so that its actions no longer matter to them.
         self.is_given_up = False
-        # This rank's incarnation; while it is joining, the one that is to begin.
+        # This rank's incarnation. While this rank is joining, its next incarnation.
         self.incarnation = 0
         self.joining = False
-        # Of what all ranks draw alike in the running session.
+        # The seed of common random choices of all ranks in the running session.
         self.seed = 0
-        # The lowest rank that has claimed each thing which only one can have in the running session.
+        # For each claim in the running session, which only one rank can have, the lowest rank that has made it.
         self.owners: dict[str, int] = {}
-        # Whether the others share the data of a rank that is lost or has left; otherwise they are left out.
+        # True if the others take over the data of a rank that is lost or has left. Otherwise that data is left out.
         self.divides_anew = False
-        # Since this was made: ranks that were lost, and those that left a session by an exception.
+        # Since this was created: ranks that were lost, and ranks that left a session by an exception.
         self.num_lost = self.num_left = 0
-        # How often another rank has joined again in the middle of a session.
+        # Times that another rank has joined again in the middle of a session.
         self.num_joined = 0
-        # How often the others went on without this rank, and let it join them again.
+        # Times that the others went on without this rank, and let it join them again.
         self.num_left_behind = 0
-        self._lost_to: dict[int, set[int]] = {}  # By server, the ranks that it goes on without.
-        self._missed: collections.Counter[int] = collections.Counter()  # In the session, of ranks that take part again.
+        self._lost_to: dict[int, set[int]] = {}  # For each server, the ranks that the server goes on without.
+        self._missed: collections.Counter[int] = collections.Counter()  # Rounds missed by ranks that take part again.
         self._begun_session = 0
         self._has_gathered = False
-        # News of ends before the first session. They concern this rank only if it is that one: it may also be a session
-        # of others, who have lost the former process.
+        # News of ends before this rank's first session. They count only if the news is about that session: the others
+        # may be in a running session, and may have lost this rank's previous process.
         self._heard_early: list[membership_pb2.Leave] = []
         self._left: membership_pb2.Leave | None = None
         transport.register(_READY, self._on_ready)
@@ -109,7 +111,7 @@ class Membership(Waiting):
 
     @property
     def session(self) -> int:
-        """The running session, or the last one; they count from 1."""
+        """The number of the running session, or of the last one; from 1."""
         return self._departures.session
 
     @session.setter
@@ -119,13 +121,13 @@ class Membership(Waiting):
     # Entering and leaving.
 
     def begin_session(self, seed: int = 0, claims: Iterable[str] = ()) -> None:
-        """Enters the next session together with all ranks. Sets `joining` if it is under way.
+        """Enters the next session together with all ranks. Sets `joining` if the others are in a running session.
 
         Args:
-          seed: What `self.seed` becomes on all ranks; that of rank 0 counts. At least 0, below 2^63. Default 0.
-          claims: What this rank wants for itself: `self.owners` tells on all ranks which one gets it.
+          seed: The value of `self.seed` on all ranks; rank 0's counts. At least 0, below 2^63. Default 0.
+          claims: Names that this rank claims for itself. On all ranks, `self.owners` tells the rank that gets each.
 
-        Blocks: until every rank is about to enter it too.
+        Blocks: until every rank is about to enter the session, too.
 
         Raises:
           HopError: If a peer cannot be reached, disagrees, or has left for good.
@@ -141,7 +143,7 @@ class Membership(Waiting):
             self.transport.connect(peer)
             self._tell_ready(peer)
         self._await(lambda: [peer for peer in self.peers if self._ready[peer] < self.session])
-        # Peers may all be ready where others, further away, train already: they and this rank were restarted.
+        # All peers may be ready although other ranks train already: then this rank and its peers were restarted.
         self._await_gathered(self._children)
         if self._parent is not None and not self.joining:
             self._has_gathered = True
@@ -160,11 +162,11 @@ class Membership(Waiting):
                 self._tell_gathered(child)
 
     def _await_gathered(self, ranks: Sequence[int]) -> None:
-        # One that was ready, and has left before all were, is no obstacle.
+        # Does not wait for a rank that was ready, and has left before all were.
         self._await(lambda: [r for r in ranks if self._gathered[r] < self.session and self.departure(r) is None])
 
     def _await(self, missing: Callable[[], Collection[int]]) -> None:
-        """Waits until nobody is missing any more, or the session proves to be under way."""
+        """Waits until no rank is missing, or the session turns out to be running already."""
         self.wait(lambda: [] if self.joining else missing(), operation="start of training")
 
     def _tell_ready(self, peer: int) -> None:
@@ -183,17 +185,17 @@ class Membership(Waiting):
         abort: bool = False,
         final: bool = False,
     ) -> None:
-        """Tells everyone that this rank takes part in the running session no more. Does not block for long.
+        """Tells all that this rank no longer takes part in the running session. Does not block for long.
 
         Ends the effect of `interrupt`.
 
         Args:
-          sent_rounds: For each exchange group, how many rounds were sent; see `Exchange`.
-          reason: Why, for the others' logs and errors; "" where it has made all its steps.
-          failed: An exception has kept it from making the others. Where ranks do not go on without a lost one, those
-            that begin a step which it has not made raise.
-          abort: The job cannot go on; everyone raises.
-          final: This process does not train again.
+          sent_rounds: For each exchange group, the number of rounds sent; see `Exchange`.
+          reason: The reason, for the others' logs and errors; "" if this rank has made all its steps.
+          failed: True if an exception has kept this rank from making all its steps. Then the others raise when they
+            begin a step that this rank has not made, unless ranks go on without a lost rank.
+          abort: True if the job cannot go on: all ranks raise.
+          final: True if this process does not train again.
         """
         self._interrupted = False
         message = membership_pb2.Leave(
@@ -213,22 +215,22 @@ class Membership(Waiting):
             self._failure = None  # The next session may begin with all ranks.
         elif self.is_left_behind:
             self._failure = PeerLostError(str(self._failure))  # It is too late to join the others.
-        if not self.joining:  # Else nobody counts on this rank.
+        if not self.joining:  # Otherwise no rank counts on this one.
             self._forward(message)
 
     @property
     def has_left(self) -> bool:
-        """Whether this rank takes part in the session no more."""
+        """True if this rank no longer takes part in the session."""
         return self._left is not None
 
     def begin_round(self, number: int) -> None:
-        """This rank begins a round of the session: a step, or what the scheme makes of several.
+        """Called when this rank begins a round of the session: a step, or a scheme's unit of several steps.
 
         Raises:
-          PeerFailedError: If a rank that has failed was to make it, too, and ranks do not go on without a lost one.
+          PeerFailedError: If a rank has failed before this round, and ranks do not go on without a lost rank.
         """
         with self.monitor:
-            self.num_rounds = max(self.num_rounds, number + 1)  # Threads, and groups, do not make theirs in order.
+            self.num_rounds = max(self.num_rounds, number + 1)  # Rounds of threads and groups are not in order.
             for rank in () if self.continue_without_lost else sorted(self.departed()):
                 departure = self.departure(rank)
                 if departure.failed and departure.num_rounds <= number:
@@ -238,7 +240,7 @@ class Membership(Waiting):
                     )
 
     def hear_of_lost(self, server: int, lost: Mapping[int, str]) -> None:
-        """A parameter server tells which ranks it goes on without, and why: the new ones are logged and counted."""
+        """Takes the ranks that a parameter server goes on without, with reasons. New ones are logged and counted."""
         with self.monitor:
             known = set().union(*self._lost_to.values())
             self._lost_to[server] = set(lost)
@@ -248,7 +250,7 @@ class Membership(Waiting):
                 logging.warning("rank %d: the servers go on without rank %d: %s", self.rank, rank, lost[rank])
 
     def missing(self) -> set[int]:
-        """Ranks that do not make this rank's next step: they are lost, or have left with fewer steps."""
+        """The ranks that do not make this rank's next step: they are lost, or have left with fewer steps."""
         missing = set().union(*self._lost_to.values())
         for rank in self.departed():
             departure = self.departure(rank)  # None if it has joined again meanwhile.
@@ -257,19 +259,19 @@ class Membership(Waiting):
         return missing - {self.rank}
 
     def missed_share(self) -> dict[int, float]:
-        """By rank, the part of the rounds that this rank has begun which it has not; only ranks that missed some."""
+        """By rank, the part of this rank's rounds that the rank has missed. Only ranks that have missed some."""
         with self.monitor:
             missed = collections.Counter(self._missed)
             for rank in self.departed():
                 missed[rank] += self.num_rounds - self.departure(rank).num_rounds
             return {rank: number / self.num_rounds for rank, number in sorted(missed.items()) if number > 0}
 
-    # Ranks that were restarted.
+    # Restarted ranks.
 
     def on_restart(self, peer: int) -> None:
-        """Another process has taken the place of `peer`: the one before is lost."""
+        """Called when another process has taken the place of `peer`: the previous process is lost."""
         if peer not in (*self.peers, *self.servers):
-            return  # Its peers tell of that, and may have told already that the new one takes part.
+            return  # Its own peers tell of the restart. They may have told already that the new process takes part.
         with self.monitor:
             self._ready[peer] = self._gathered[peer] = 0
             departure, leave = self.departure(peer), None
@@ -277,13 +279,13 @@ class Membership(Waiting):
                 leave = self._depart(peer, PeerLostError(f"rank {peer} was restarted"))
         if leave is not None:
             self._forward(leave, learned_from=peer)
-        elif self.session and not self._begun_session:  # Nothing is lost yet: it can begin with the others.
+        elif self.session and not self._begun_session:  # Nothing is lost yet: the new process begins with the others.
             self._tell_ready(peer)
             if self._has_gathered and peer == self._parent:
                 self._tell_gathered(peer)
 
     def _tell_of_session(self, newcomer: int) -> None:
-        """Tells a rank that was restarted that the session is under way, and who takes part."""
+        """Tells a restarted rank that the session is running, and the ranks that take part."""
         with self.monitor:
             leaves = [leave for leave in self._leaves() if leave.rank != newcomer]
             ready = membership_pb2.Ready(
@@ -298,9 +300,9 @@ class Membership(Waiting):
         self.notify(newcomer, _READY, ready.SerializeToString())
 
     def tell_of_lost(self, rank: int) -> None:
-        """Tells a rank which ones this one takes for lost: it knows before it gets what is sent to it next on lane 0.
+        """Tells a rank the ranks that count as lost here, before the next message to it on lane 0.
 
-        Former processes of ranks that take part again are lost, too. Does not block for long.
+        Former processes of ranks that take part again count as lost, too. Does not block for long.
         """
         with self.monitor:
             lost = self._departures.lost()
@@ -323,7 +325,7 @@ class Membership(Waiting):
         return {**self._departures.incarnations, self.rank: self.present_incarnation}
 
     def _leaves(self) -> list[membership_pb2.Leave]:
-        """What a newcomer must know of those that do not take part."""
+        """The messages that tell a newcomer about the ranks that do not take part."""
         leave_of = self._departures.leave_of
         leaves = [leave_of(rank, self.departure(rank)) for rank in self.departed()]
         if self.joining:
@@ -334,7 +336,7 @@ class Membership(Waiting):
         return leaves
 
     def begin_again(self) -> None:
-        """This rank, which was left behind, is to join the session as a process that was started again would."""
+        """Makes this rank, which was left behind, join the session in the same way as a restarted process."""
         with self.monitor:
             self._failure, self.is_given_up, self.joining = None, False, True
             self.incarnation += 1
@@ -344,14 +346,15 @@ class Membership(Waiting):
             self._found_lost.clear()
 
     def joined(self) -> None:
-        """This rank takes part from now on: it is joining no more."""
+        """Called when this rank takes part from now on, and is no longer joining."""
         self.joining = False
 
     def readmit(self, join: membership_pb2.Join) -> bool:
-        """A rank that was restarted takes part; False if that is no news. The monitor must be held.
+        """Admits a restarted rank. Returns False if that is no news. The monitor must be held.
 
-        It is none either while the transport knows a peer's former process only: what is sent to the new one would be
-        dropped with what is on its way to that one. The new one tells this rank itself, and so it is met.
+        Also returns False while the transport knows only the peer's previous process. Messages to the new process would
+        be dropped together with the messages in flight to the previous process. The new process announces itself to
+        this rank later.
         """
         rank = join.rank
         if join.session != self.session or rank == self.rank or join.incarnation <= self.incarnation_of(rank):
@@ -359,7 +362,7 @@ class Membership(Waiting):
         if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.transport_incarnation):
             return False
         departure = self.departure(rank)
-        if departure is None:  # That its former process, or its former part, is lost was not heard yet.
+        if departure is None:  # The loss of its former process, or former part, was not heard yet.
             self.num_lost += 1
         elif join.first_steps:
             self._missed[rank] += max(0, min(join.first_steps.values()) - departure.num_rounds)
@@ -371,12 +374,12 @@ class Membership(Waiting):
         return True
 
     def require_all(self, operation: str) -> None:
-        """Raises PeerLostError if a rank was lost, the others went on without it, and it has not joined again."""
+        """Raises PeerLostError if a rank was lost, the others went on without it, and the rank has not joined again."""
         if self.joining:
             raise PeerLostError(
                 f"rank {self.rank}: {operation} takes all ranks, and this one has not joined them again."
             )
-        # Those who train when this process is started again go on without a lost rank, and let this one join them.
+        # Before the first session, losses do not count: ranks in a running session let this process join them.
         for rank, departure in self._departures.lost().items() if self._begun_session else ():
             raise PeerLostError(
                 f"rank {self.rank}: {operation} takes all ranks, and rank {rank} was lost: {departure.reason}"
@@ -393,7 +396,7 @@ class Membership(Waiting):
                 self._learn_of_session(ready)
             else:
                 self._ready[message.sender] = ready.session
-                if not self._begun_session:  # What was heard of its end is of a former process.
+                if not self._begun_session:  # Earlier news of its end is about a former process.
                     self._departures.forget(message.sender)
                     self._heard_early = [leave for leave in self._heard_early if leave.rank != message.sender]
             self.monitor.notify_all()
@@ -412,9 +415,9 @@ class Membership(Waiting):
             self.monitor.notify_all()
 
     def _learn_of_session(self, ready: membership_pb2.Ready) -> None:
-        """Others train already: this process was started again."""
+        """Called when others train already, because this process was started again."""
         if self._begun_session and not self.joining:
-            return  # And has joined by now.
+            return  # This process has joined by now.
         self.joining = True
         self.session, self.seed, self.owners = ready.session, ready.seed, dict(ready.owners)
         for rank, incarnation in ready.incarnations.items():
@@ -428,9 +431,9 @@ class Membership(Waiting):
             raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
         end = self._departures.end_of(message.sender)
         if leave.lost and end is not None and end.lost:
-            return  # Who was frozen, and goes on, has heard nothing of others for as long as they of it.
+            return  # A rank that was frozen finds the others silent, although they are not lost.
         if leave.rank == self.rank and leave.lost:
-            if self._begun_session and leave.incarnation == self.incarnation:  # Else it is about an earlier process.
+            if self._begun_session and leave.incarnation == self.incarnation:  # Otherwise about an earlier process.
                 self._hear_of_own_loss(f"rank {self.rank}: the others went on without this rank: {leave.reason}")
             return
         with self.monitor:
@@ -454,11 +457,11 @@ class Membership(Waiting):
             self.monitor.notify_all()
 
     def _record(self, leave: membership_pb2.Leave) -> bool:
-        """Remembers a departure; False if it was known."""
+        """Remembers a departure. Returns False if it was known."""
         if leave.rank == self.rank:
             return False
         is_news = self._departures.note(leave)
-        # A rank may end the job when it has left the session, as in `synchronize`.
+        # A rank may abort the job after it has left the session, as in `synchronize`.
         if not is_news and (self._failure is not None or not leave.abort):
             return False
         if leave.abort and self._failure is None:
@@ -493,19 +496,19 @@ class Membership(Waiting):
         return f"{num_left} of {self.world_size} ranks are left, fewer than {self._min_ranks} (see min_ranks)."
 
     def _missing(self) -> dict[int, str]:
-        """By rank that is lost or has failed, why."""
+        """The ranks that are lost or have failed, with reasons."""
         departures = {rank: self.departure(rank) for rank in sorted(self.departed())}
-        # One may have joined again meanwhile.
+        # A rank may have joined again meanwhile.
         return {rank: each.reason for rank, each in departures.items() if each and (each.lost or each.failed)}
 
     def _note_missing(self, leave: membership_pb2.Leave, what: str) -> None:
-        """Says that a rank is missing; fails where too few are left: they may be those that were cut off."""
+        """Logs that a rank is missing. Fails if too few ranks are left: they may be the ones that were cut off."""
         if self._failure is not None or self._left is not None:
-            return  # This rank does not go on itself.
+            return  # This rank itself does not go on.
         missing = self._missing()
         if too_few := self._too_few_without(0):
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in missing.items())
-            self.is_given_up = True  # Whoever trains on does so without this rank.
+            self.is_given_up = True  # Ranks that train on do so without this one.
             self.fail(
                 PeerLostError(
                     f"rank {self.rank}: {too_few} Others may train on, on the other side of a cut. Missing are "
@@ -525,14 +528,14 @@ class Membership(Waiting):
         )
 
     def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
-        # A lost rank may live after all.
+        # A rank that counts as lost may live, and has to hear of it.
         itself = None if leave.lost else leave.rank
         data = leave.SerializeToString()
         self._notify_all((*self.peers, *self.servers), LEAVE_QUEUE, data, except_for=(learned_from, itself))
 
 
 def parse(message_type: type[_Parsed], message: Message) -> _Parsed:
-    """The header of `message`; raises ProtocolError if it is none of that type."""
+    """Parses the header of `message`. Raises ProtocolError if it is not of that type."""
     try:
         return message_type.FromString(message.header)
     except Exception as error:

@@ -10,18 +10,18 @@ import numpy as np
 from hop_tf.membership.session import Membership
 from hop_tf.transport.base import Expected, Handler, Message, ToSend
 
-_HEAD = struct.Struct("<qq")  # The session, and the receiver's incarnation. What a scheme gives as header follows.
+_HEAD = struct.Struct("<qq")  # The session, and the receiver's incarnation. The scheme's own header follows.
 
 
 class SessionQueue:
     """A queue whose handler gets only messages of the running session, for this incarnation of the rank.
 
-    None comes too early: a rank says that it is ready for a session when its queues are in it. The transport sees to it
-    that none comes of a former process of the sender.
+    Messages do not come too early: a rank announces that it is ready for a session when its queues are in it. The
+    transport drops messages of a former process of the sender.
 
     Attributes:
-      session: The running session. It is set with the monitor held.
-      num_dropped: How many messages were of another session, or for another incarnation.
+      session: The running session. Set with the monitor held.
+      num_dropped: Number of messages of another session, or for another incarnation.
     """
 
     def __init__(self, membership: Membership, name: str, session: int):
@@ -31,7 +31,7 @@ class SessionQueue:
         self.num_dropped = 0
 
     def start(self, handler: Handler) -> None:
-        """Begins to take messages. The handler is called with the monitor held; then all that wait look again.
+        """Begins to take messages. The handler is called with the monitor held. Then all waiting threads are woken.
 
         A handler may return a function. It is called without the monitor, so that it may send.
         """
@@ -43,26 +43,26 @@ class SessionQueue:
         self._membership.transport.unregister(self._name)
 
     def send(self, rank: int, header: bytes, *arguments, incarnation: int | None = None, **keywords) -> bool:
-        """Sends as `Membership.send` does, to this queue of `rank`; default incarnation: the one that is known now."""
+        """Sends as `Membership.send` does, to this queue of `rank`. Default incarnation: the one that is known now."""
         head = _HEAD.pack(self.session, self._membership.incarnation_of(rank) if incarnation is None else incarnation)
         return self._membership.send(rank, self._name, head + header, *arguments, **keywords)
 
     def swap(
         self, to_send: Sequence[ToSend], expected: Sequence[Expected], lane: int | None, **keywords
     ) -> list[np.ndarray | None]:
-        """As `Transport.swap`, of messages of the running session. It changes their headers.
+        """Does the same as `Transport.swap`, for messages of the running session. Changes their headers.
 
         Args:
-          to_send: See `Transport.swap`; so are `expected` and `lane`.
-          expected: What is received.
-          lane: The lane.
-          **keywords: For `Membership.send`, which sends a message that cannot be written at once.
+          to_send: See `Transport.swap`.
+          expected: See `Transport.swap`.
+          lane: See `Transport.swap`.
+          **keywords: Arguments of `Membership.send`, which sends a message that cannot be written at once.
 
         Returns:
           See `Transport.swap`.
 
         Raises:
-          HopError: As `Membership.send`; so are other errors.
+          HopError: As `Membership.send` does, which may also raise `Interrupted`.
         """
         membership, session = self._membership, self.session
         head = _HEAD.pack(session, membership.incarnation)

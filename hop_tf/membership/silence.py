@@ -1,4 +1,4 @@
-"""`Silence`: ranks of which nothing is heard, so that others need not wait for them."""
+"""`Silence`: silent ranks, which others need not wait for."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from absl import logging
 from hop_tf.membership.questions import Questions
 from hop_tf.membership.waiting import Waiting
 
-# A question is answered within that time and 8 round trips: by the transport's threads, whatever the rank computes.
+# The transport's threads answer a question within this time plus 8 round trips, even while the rank computes.
 _ANSWER_SECONDS = 0.2
-# A waiting rank wakes up for each message. It looks less often, because looking takes time.
+# A waiting rank wakes up for each message. It checks less often, because checking takes time.
 _LOOK_SECONDS = 0.1
-# A process that has not looked for so long has stood still itself: what has come meanwhile is not read yet.
+# A process that has not checked for this long was stopped itself, and has yet to read messages that came meanwhile.
 _STANDSTILL_SECONDS = 1.0
 
 
 class Silence:
     """The ranks that are silent: frozen, or cut off, and not lost yet.
 
-    Only a rank that is waited for is found to be silent, so that ordinary steps do not look. If it was not heard for
-    some tenths of a second, it is sent an empty message, which its transport acknowledges. It is silent if nothing
-    comes back, and no longer when something is heard of it, or it is lost, or has left: a rank that is lost has to be
-    waited for, so that the others hear of that. Methods are called with the monitor held.
+    Only awaited ranks are checked, so that ordinary steps cost nothing. A rank that was not heard for some tenths of a
+    second gets an empty message, which its transport acknowledges. If no answer comes, the rank is silent. Its silence
+    ends when it is heard again, is lost or has left. Ranks have to wait for a lost rank, so that the others hear of the
+    loss. Methods are called with the monitor held.
 
     Args:
       membership: Knows when a rank was heard.
-      name: Names the queue of empty messages, on all ranks alike.
-      on_heard: Called with a rank that is silent no longer.
+      name: Name of the queue of empty messages, equal on all ranks.
+      on_heard: Called with a rank that is no longer silent.
 
     Attributes:
-      ranks: Those that are silent. It is replaced, and not changed: it can be read without the monitor.
-      num_passed_by: How many times a rank was found to be silent.
+      ranks: The silent ranks. The set is replaced instead of changed, so that it can be read without the monitor.
+      num_passed_by: Number of times that a rank was found to be silent.
     """
 
     def __init__(self, membership: Waiting, name: str, on_heard: Callable[[int], None] = lambda rank: None):
@@ -46,22 +46,22 @@ class Silence:
         self.reset()
 
     def close(self) -> None:
-        """Takes no more messages."""
+        """Stops taking messages."""
         self._questions.close()
 
     def reset(self) -> None:
-        """Forgets the session that was."""
+        """Forgets the last session."""
         self.ranks: frozenset[int] = frozenset()
         self._found_at: dict[int, float] = {}
         self.begin()
 
     def begin(self) -> None:
-        """This rank begins to wait."""
+        """Called when this rank begins to wait."""
         self._looked_at = math.inf
         self._questions.forget()
 
     def look(self, awaited: Collection[int]) -> bool:
-        """Looks which of the awaited ranks are silent; True if one is that was not before. Called at each wake-up."""
+        """Checks the awaited ranks for silence. Returns True if one is silent now. Called at each wake-up."""
         now = self._membership.monitor.now()
         if 0 <= now - self._looked_at < _LOOK_SECONDS:
             return False
@@ -84,7 +84,7 @@ class Silence:
         return dataclasses.replace(status, silent_seconds=waited).was_silent_for(_ANSWER_SECONDS)
 
     def look_again(self) -> None:
-        """Looks which of those that were silent are no longer."""
+        """Checks if silent ranks are heard again."""
         for rank in self.ranks:
             since = self._membership.monitor.now() - self._found_at[rank]
             if self._transport.status(rank).silent_seconds < since:
@@ -93,13 +93,13 @@ class Silence:
                 self.ranks -= {rank}
 
     def hear(self, rank: int) -> None:
-        """A rank was heard."""
+        """Called when a rank was heard."""
         if rank in self.ranks:
             self.ranks -= {rank}
             self._on_heard(rank)
 
     def wait(self, missing: Callable[[], Collection[int]], **arguments) -> None:
-        """Waits as `Membership.wait` does, though `missing` leaves out ranks that are found to be silent meanwhile."""
+        """Waits as `Membership.wait` does. `missing` should leave out ranks that become silent meanwhile."""
 
         def awaited() -> Collection[int]:
             self.look_again()

@@ -1,4 +1,4 @@
-"""`Waiting`: where a rank waits for others and sends to them, and what ends that."""
+"""`Waiting`: a rank waits for others, and sends to them, until the wait is over or something ends it."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ from hop_tf.records import Kind
 from hop_tf.transport.base import PeerStatus, Transport
 from hop_tf.transport.deadlines import is_dead, problem_of
 
-# Silence, unlike messages, wakes nobody: how often a waiting rank looks at it.
+# Interval at which a waiting rank checks for silence, which, unlike messages, wakes no thread.
 _LIVENESS_PERIOD_SECONDS = 0.25
-# How often a rank that waits for its last messages to arrive looks whether the receiver still listens.
+# Interval at which a rank that waits for its last messages to arrive checks if the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
-# Waiting for this part of `progress_timeout_seconds`, or for `timeout_seconds`, is worth a word.
+# A wait of this part of `progress_timeout_seconds`, or of `timeout_seconds`, is reported as a stall.
 _STALL_SHARE = 0.25
 
 
 class Interrupted(Exception):
-    """Not an error: waiting was ended because this rank itself leaves the session."""
+    """Not an error: the wait ended because this rank itself leaves the session."""
 
 
 class LeftBehind(Interrupted):
-    """Not an error: waiting was ended because the others went on without this rank. It is to join them again."""
+    """Not an error: the wait ended because the others went on without this rank, which is to join them again."""
 
 
 class _NoUse(Exception):
-    """Not an error: sending was ended because nobody takes the message any more."""
+    """Not an error: sending ended because the message no longer has a receiver."""
 
 
 class Waiting(abc.ABC):
-    """The one place where a rank waits for others, or for room for what it sends them.
+    """All waiting of a rank for others, or for room for messages to them.
 
-    Waiting ends when what was awaited is there, when a rank that is awaited is lost, when this rank leaves the session
-    (`interrupt`), or when the job fails (`fail`).
+    A wait ends when the awaited messages have come, or when an awaited rank is lost. A wait also ends when this rank
+    leaves the session (`interrupt`), or when the job fails (`fail`).
 
     Args:
       transport: The started transport.
       monitor: The rank's monitor.
       options: Deadlines.
-      peers: Ranks that this one deals with directly.
+      peers: Ranks that this rank communicates with directly.
       servers: Parameter servers, which are no ranks.
-      continue_without_lost: Whether, within a step, a lost rank is one that has left. Otherwise it is an error.
-      patience_seconds: Silence after which the others go on without a rank that joins them when it wakes; None: that
-        of `options`, and a rank that wakes fails.
-      on_stall: Told, without the monitor held, what the rank has waited for since long ago: for a quarter of
-        `progress_timeout_seconds`, or for `timeout_seconds` if that is less. Once, also where several threads wait.
+      continue_without_lost: True if a rank that is lost within a step counts as one that has left. Otherwise the loss
+        is an error.
+      patience_seconds: Silence after which the others go on without a rank, which joins them when it wakes. None: the
+        timeouts of `options` count, and a rank that wakes fails.
+      on_stall: Called, without the monitor held, with a description of a long wait: of a quarter of
+        `progress_timeout_seconds`, or of `timeout_seconds` if that is less. If several threads wait, only one calls it.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Waiting(abc.ABC):
         self.transport = transport
         self.recorder = transport.recorder
         self.continue_without_lost = continue_without_lost
-        # How many rounds of the running session this rank has begun; see `Membership.begin_round`.
+        # Number of rounds of the running session that this rank has begun; see `Membership.begin_round`.
         self.num_rounds = 0
         self._options = options
         self._patience = None
@@ -88,35 +89,35 @@ class Waiting(abc.ABC):
             self._patience = Patience(patience_seconds, monitor.now, Questions(transport, monitor, "patience"))
             self._look_seconds = min(self._look_seconds, self._patience.look_seconds)
         self._departures = Departures()
-        # Lost ranks of which no other rank has told. This rank may be the one that was stopped, or cut off.
+        # Ranks that only this one has found to be lost. This rank may itself be the one that was stopped, or cut off.
         self._found_lost: set[int] = set()
         self._failure: BaseException | None = None
-        # What has ended the job first, for the others' errors: who is lost, and not who notices.
+        # The first cause of the job's end, for the others' errors: the lost rank, not the rank that noticed.
         self._cause = ""
         self._interrupted = False
         self._on_stall = on_stall
         self._stall_seconds = min(_STALL_SHARE * options.progress_timeout_seconds, options.timeout_seconds)
         self._told_at = -math.inf
-        self._awaited: dict[object, frozenset[int]] = {}  # By call of `wait` that is under way.
+        self._awaited: dict[object, frozenset[int]] = {}  # By running call of `wait`.
         self._wait_seconds: collections.Counter[int] = collections.Counter()  # By peer.
 
     @property
     @abc.abstractmethod
     def has_left(self) -> bool:
-        """Whether this rank takes part in the session no more."""
+        """True if this rank no longer takes part in the session."""
 
     @abc.abstractmethod
     def _record(self, leave: membership_pb2.Leave) -> bool:
-        """Remembers a departure; False if it was known."""
+        """Remembers a departure. Returns False if it was known."""
 
     @abc.abstractmethod
     def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
         """Tells the others of a departure."""
 
-    # What is known of others.
+    # The state of others.
 
     def departure(self, rank: int) -> Departure | None:
-        """How `rank` left the running session; None while it takes part."""
+        """The departure of `rank` from the running session; None while it takes part."""
         return self._departures.of(rank)
 
     def _status_of(self, rank: int, *, asks: bool = True) -> PeerStatus:
@@ -125,19 +126,19 @@ class Waiting(abc.ABC):
 
     @property
     def version(self) -> int:
-        """Another number after each change of who takes part."""
+        """A number that changes when the set of participating processes changes."""
         return self._departures.version
 
     def departed(self) -> set[int]:
-        """Ranks that take part in the running session no more."""
+        """The ranks that no longer take part in the running session."""
         return self._departures.ranks()
 
     def incarnation_of(self, rank: int) -> int:
-        """How many times `rank` has joined a session that was under way."""
+        """The number of times that `rank` has joined a running session."""
         return self._departures.incarnations.get(rank, 0)
 
     def delivers(self, rank: int, group: str, number: int) -> bool:
-        """Whether what `rank` sends in round `number` of `group` has come or may still come; see `Exchange`."""
+        """True if the messages of `rank` in round `number` of `group` have come or may still come; see `Exchange`."""
         return self._departures.delivers(rank, group, number)
 
     @property
@@ -147,16 +148,16 @@ class Waiting(abc.ABC):
             return sorted(set().union(*self._awaited.values()))
 
     def wait_seconds_by_peer(self) -> dict[str, float]:
-        """Returns how long steps have waited for each rank ("rank_2") or server ("ps_0") that they have waited for.
+        """The seconds that steps have waited for each rank ("rank_2") or server ("ps_0").
 
-        If several were missing until the end of a wait, each counts for an equal part. Threads that wait at the same
-        time add up.
+        If several were missing until the end of a wait, each counts for an equal part. The times of threads that wait
+        at the same time add up.
         """
         with self.monitor:
             seconds = sorted(self._wait_seconds.items())
         return {self._name_of(peer).replace(" ", "_"): each for peer, each in seconds}
 
-    # What ends all waiting.
+    # Ending all waits.
 
     def interrupt(self) -> None:
         """Ends every `wait` of this rank with `Interrupted`, until it has left."""
@@ -165,9 +166,9 @@ class Waiting(abc.ABC):
             self.monitor.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Ends every `wait` of this rank, now and later, with `error` (the first one is kept).
+        """Ends every `wait` of this rank, now and later, with `error`. The first error is kept.
 
-        It is logged, once, though several threads fail by it.
+        The error is logged once, even if several threads fail by it.
         """
         with self.monitor:
             if str(error) != str(self._failure):
@@ -177,7 +178,7 @@ class Waiting(abc.ABC):
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended this rank's part in the job, if anything did."""
+        """The error that ended this rank's part in the job, or None."""
         return self._failure
 
     @property
@@ -190,7 +191,7 @@ class Waiting(abc.ABC):
             raise Interrupted
 
     def check(self) -> None:
-        """Raises what ended the job, if anything did."""
+        """Raises the error that ended the job, if any."""
         if self._failure is not None:
             raise self._failure
 
@@ -205,20 +206,20 @@ class Waiting(abc.ABC):
         interruptible: bool = True,
         since: float | None = None,
     ) -> None:
-        """Waits until no rank is missing any more.
+        """Waits until no rank is missing.
 
         Args:
-          missing: Called with the monitor held, after every change; returns the ranks still awaited.
-          operation: What is awaited, for error messages.
+          missing: Called with the monitor held, after every change. Returns the ranks still awaited.
+          operation: The operation that waits, for error messages.
           step: The training step, or None outside of a step.
-          interruptible: Whether `interrupt` ends the waiting.
-          since: When the waiting began, on the monitor's clock. Default: now.
+          interruptible: True if `interrupt` ends the wait.
+          since: Start of the wait, on the monitor's clock. Default: now.
 
-        Blocks: until `missing()` is empty; messages from those ranks, or their departure, bring that about.
+        Blocks: until `missing()` is empty, because messages from these ranks have come, or the ranks have left.
 
         Raises:
-          PeerLostError: If a missing rank was silent for `timeout_seconds`, or was restarted. Where ranks go on without
-            a lost one: if it is still missing then.
+          PeerLostError: If a missing rank was silent for `timeout_seconds`, or was restarted. If ranks go on without a
+            lost rank, only if it is still missing after its loss is recorded.
           DeadlineExceededError: If a missing rank never appeared within `timeout_seconds`, or is alive but did not
             deliver within `progress_timeout_seconds`.
           HopError: If the job was aborted meanwhile.
@@ -240,7 +241,7 @@ class Waiting(abc.ABC):
                 self._end_wait(call, entered, counts=step is not None)
 
     def _end_wait(self, call: object, entered: float, *, counts: bool) -> None:
-        """Forgets a call of `wait` that has slept, and counts its time for the peers that were missing to the end."""
+        """Forgets a call of `wait` that has slept. Counts its time for the peers that were missing until the end."""
         with self.monitor:
             peers = self._awaited.pop(call)
             if counts:
@@ -249,14 +250,14 @@ class Waiting(abc.ABC):
                     self._wait_seconds[peer] += seconds
 
     def wait_until(self, condition: Callable[[], object], timeout_seconds: float) -> bool:
-        """Waits for something that no particular rank is to bring about.
+        """Waits for a condition that depends on no particular rank.
 
         Args:
           condition: Called with the monitor held, after every change.
           timeout_seconds: Longest time to wait.
 
         Returns:
-          Whether `condition()` holds.
+          True if `condition()` holds.
 
         Raises:
           HopError: If the job was aborted meanwhile.
@@ -275,15 +276,15 @@ class Waiting(abc.ABC):
     def _wait(
         self, call, missing, start: float, operation: str, step: int | None, interruptible: bool, tells_at: float
     ) -> membership_pb2.Leave | str | None:
-        """Waits until nobody is missing, or a rank is lost, or until `tells_at`.
+        """Waits until no rank is missing, or a rank is lost, or until `tells_at`.
 
         Returns:
-          What to tell the others of a rank that is lost; what to tell of a stall; None: nobody is missing.
+          The message for the others about a lost rank, or the description of a stall, or None if no rank is missing.
         """
         begin, last = None, -1
         with self.monitor:
             while True:
-                self.check()  # Even if nobody is awaited: a rank that gave up is awaited no more.
+                self.check()  # Even if no rank is awaited: ranks do not wait for one that has given up.
                 awaited = missing()
                 if not awaited:
                     self._note_wait(begin, last, operation)
@@ -297,7 +298,7 @@ class Waiting(abc.ABC):
                     if error is None:
                         continue
                     end = self._departures.end_of(peer)
-                    is_known = end is not None and end.lost  # And still it is waited for: there is no going on.
+                    is_known = end is not None and end.lost  # The wait does not end by its loss, so it must fail.
                     if is_known or not self._goes_on_after(peer, step, error):
                         self._note_cause(peer, error)
                         raise error
@@ -305,7 +306,7 @@ class Waiting(abc.ABC):
                     return self._depart(peer, error)
                 if self.monitor.now() >= tells_at:
                     tells_at = math.inf
-                    # Other threads that wait as well have nothing to add.
+                    # Only one of several waiting threads reports.
                     if self.monitor.now() >= self._told_at + self._stall_seconds:
                         self._told_at = self.monitor.now()
                         self._note_wait(begin, last, operation)
@@ -335,26 +336,26 @@ class Waiting(abc.ABC):
         return f"ps {self.servers.index(peer)}" if peer in self.servers else f"rank {peer}"
 
     def _depart(self, peer: int, error: PeerLostError) -> membership_pb2.Leave:
-        """Takes a lost rank for one that has left for good."""
+        """Records a lost rank as one that has left for good."""
         departure = Departure({}, str(error), final=True, lost=True, num_rounds=self.num_rounds)
         leave = self._departures.leave_of(peer, departure)
         self._record(leave)
         return leave
 
     def is_past_hope(self, peer: int) -> bool:
-        """True if to wait for a peer would end now: it is lost."""
+        """True if waiting for a peer would end now, because it is lost."""
         return self._problem(peer, 0.0, "", None) is not None
 
     def _problem(
         self, peer: int, waited: float, operation: str, step: int | None, *, asks: bool = True
     ) -> Exception | None:
-        """Why to wait no longer; None if there is hope. `asks`: see `Patience.discount`."""
+        """The error that ends waiting for a peer; None if waiting may succeed. `asks`: see `Patience.discount`."""
         end = self._departures.end_of(peer)
         status = self._status_of(peer, asks=asks)
-        # A rank that is about to join leaves nobody behind: the others would not believe it.
+        # A rank that is about to join leaves no rank behind: the others would not believe it.
         has_patience = self._patience is not None and self._can_go_on_without(peer, step) and not self.joining
         if has_patience and asks and status.silent_seconds >= self._patience.ask_seconds:
-            self._statuses_of_present(asks)  # Whether they are heard will tell which rank is cut off.
+            self._statuses_of_present(asks)  # Asks them: their answers will tell which rank is cut off.
         error = problem_of(
             status,
             None if end is None else end.reason,
@@ -371,18 +372,18 @@ class Waiting(abc.ABC):
         return error
 
     def _doubt(self, status: PeerStatus, error: PeerLostError, asks: bool) -> Exception | None:
-        """Whether a silent peer is lost, or this rank: one that hears too few of the others to go on with is cut off.
+        """Decides if a silent peer is lost, or if this rank is cut off, because it hears too few others to go on.
 
-        It may still speak. So it tells nobody that they are lost, and says that it has failed itself. With a patience,
-        it waits for `timeout_seconds` before it fails: the others may be heard again, and let it join them.
+        A rank that is cut off may still be heard. So it does not tell the others that they are lost, and fails itself.
+        With a patience, it waits for `timeout_seconds` before it fails: the others may be heard again, and let it join.
 
         Returns:
-          `error`, if enough others are heard; None while that is not certain; that this rank is cut off.
+          `error` if enough others are heard, None while that is not certain, or the error that this rank is cut off.
         """
         limit_seconds = self._options.timeout_seconds
         silence_seconds = limit_seconds if self._patience is None else self._patience.seconds
         present = self._statuses_of_present(asks)
-        # A rank that is there is heard several times in half of the time, or was asked before.
+        # A living rank is heard several times in half of the time, or was asked before.
         unheard = [peer for peer, each in present.items() if each.silent_seconds > silence_seconds / 2]
         too_few = self._too_few_without(len(unheard))
         if not too_few or not status.was_silent_for(silence_seconds):
@@ -400,7 +401,7 @@ class Waiting(abc.ABC):
 
     @abc.abstractmethod
     def _too_few_without(self, num_unheard: int) -> str:
-        """What is to be said where, without so many more ranks, too few are left to go on; else nothing."""
+        """The message if too few ranks would be left without `num_unheard` further ones; otherwise ""."""
 
     # Sending.
 
@@ -416,26 +417,26 @@ class Waiting(abc.ABC):
         interruptible: bool = True,
         supersedes: bool = False,
     ) -> bool:
-        """Sends a message of a step, or drops it where the peer has left the session that this rank is in.
+        """Sends a message of a step, or drops it if the peer has left the session that this rank is in.
 
         Args:
           peer: The receiver.
-          queue: As for `Transport.send`; so are header, payload and lane.
-          header: Of the message.
-          payload: Of the message.
-          lane: Of the message.
-          step: The step. As in `wait`, where ranks go on without a lost one, they do so within a step.
-          interruptible: As in `wait`.
-          supersedes: As for `Transport.send`.
+          queue: See `Transport.send`.
+          header: See `Transport.send`.
+          payload: See `Transport.send`.
+          lane: See `Transport.send`.
+          step: The step. As in `wait`, ranks go on without a lost rank only within a step, if at all.
+          interruptible: See `wait`.
+          supersedes: See `Transport.send`.
 
         Returns:
-          Whether an older message has given way to this one.
+          True if an older message was replaced.
 
-        Blocks: as `Transport.send`. That the peer leaves or is lost, that this rank leaves the session, and whatever
-          ends the job end it too; the last one is raised by the next `wait`.
+        Blocks: as `Transport.send` does. The call also ends if the peer leaves or is lost, if this rank leaves the
+          session, or if the job ends. The next `wait` raises the error that has ended the job.
 
         Raises:
-          HopError: As there.
+          HopError: As `Transport.send` does.
           PeerLostError: If the peer was lost, and the others do not go on without it.
           Interrupted: If this rank leaves the session before there is room for the message.
         """
@@ -444,7 +445,7 @@ class Waiting(abc.ABC):
         def check() -> None:
             if interruptible:
                 self._check_interrupted()
-            # Between two sessions all have left the last one.
+            # Between two sessions, all ranks have left the last one.
             if self._failure is not None or (self.departure(peer) is not None and not self.has_left):
                 raise _NoUse
             problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step, asks=False)
@@ -471,7 +472,7 @@ class Waiting(abc.ABC):
     def _go_on_without(self, peer: int, incarnation: int, error: PeerLostError) -> None:
         with self.monitor:
             if self.departure(peer) is not None or self.incarnation_of(peer) != incarnation:
-                return  # It was known already, or has joined again since.
+                return  # The loss was known already, or the peer has joined again since.
             self._found_lost.add(peer)
             leave = self._depart(peer, error)
         self._forward(leave)
@@ -479,9 +480,9 @@ class Waiting(abc.ABC):
     def send_to_newcomer(
         self, peer: int, queue: str, header: bytes, payload: Sequence[np.ndarray] = (), lane: int = 0
     ) -> None:
-        """Sends a message to a process that is joining, or drops it where that one has died.
+        """Sends a message to a process that is joining, or drops it if that process has died.
 
-        Blocks: as `Transport.send`. That the peer is lost and that this rank leaves the session end it.
+        Blocks: as `Transport.send` does. The call also ends if the peer is lost, or if this rank leaves the session.
 
         Raises:
           Interrupted: If this rank leaves the session before there is room for the message.
@@ -516,14 +517,14 @@ class Waiting(abc.ABC):
             logging.info("rank %d: could not send to %s of rank %d: %s", self.rank, queue, peer, error)
 
     def flush(self, deadline: float) -> None:
-        """Gives what was sent time to arrive where somebody still listens; until `deadline`, on the monitor's clock."""
+        """Waits until messages have arrived at peers that still listen, or until `deadline`, on the monitor's clock."""
         for peer in (*self.peers, *self.servers):
             while self.listens(peer) and self.monitor.now() < deadline:
                 if self.transport.flush(peer, _FLUSH_PERIOD_SECONDS):
                     break
 
     def listens(self, peer: int) -> bool:
-        """Whether a peer is connected, and was heard of lately."""
+        """True if a peer is connected, and was heard within `timeout_seconds`."""
         status = self.transport.status(peer)
         return status.connected and not status.was_silent_for(self._options.timeout_seconds)
 

@@ -1,13 +1,13 @@
-"""What every rank did and when: events in files, and one timeline of all ranks.
+"""Records of every rank: events in files, and one timeline of all ranks.
 
-    sampling   which steps are recorded: the same ones on all ranks
-    events     what an event holds, and what its kinds mean
-    recorder   a rank's events on their way to its files
-    clocks     how far the clocks of machines are apart
-    log        the files of a job, read again, on one clock
-    timeline   the same as a trace that Perfetto and chrome://tracing open
+    sampling   chooses the steps to record: the same steps on all ranks
+    events     the format of events, and the meaning of their kinds
+    recorder   writes a rank's events to its files
+    clocks     the offsets between the clocks of machines
+    log        reads the files of a job again, on one clock
+    timeline   writes a trace that Perfetto and chrome://tracing open
 
-`docs/see.md` says what the files hold.
+`docs/see.md` describes the contents of the files.
 """
 
 from hop_tf.records.events import Kind

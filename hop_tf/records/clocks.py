@@ -1,12 +1,12 @@
-"""How far the clocks of machines are apart, by the round trips that ranks make anyhow.
+"""The offsets between the clocks of machines, from the round trips of heartbeats.
 
-Who sends a heartbeat at t0 by its own clock, and has the answer at t1 with the other's reading s, knows that s was made
-between the two. NTP's formula takes the middle, and is wrong by half of the round trip at most:
+A rank sends a heartbeat at t0 by its own clock, and gets the answer at t1, with the peer's reading s. The peer read its
+clock between t0 and t1. NTP's formula takes the middle, and is wrong by at most half of the round trip:
 
     offset  =  s - (t0 + t1) / 2
 
-Of many, the shortest round trips tell most. Clocks drift apart by some millionths, so that the offset at a time is
-interpolated. Processes of one system share its clock.
+The shortest of many round trips are the most exact. Clocks drift apart by some millionths, so the offset at a given
+time is interpolated. Processes of one system share its clock.
 
 Reference: D. Mills, "Internet Time Synchronization: the Network Time Protocol", IEEE Transactions on Communications 39
 (1991), section 4.
@@ -21,23 +21,23 @@ from collections.abc import Mapping, Sequence
 import networkx as nx
 import numpy as np
 
-# Of the samples of two clocks those count whose round trip is at most so many times the shortest one.
+# A sample of two clocks counts if its round trip is at most this many times the shortest one.
 _MOST_TIMES_SHORTEST = 2.0
 
 
 def offset_of(there: float, received_at: float, round_trip_seconds: float) -> float:
-    """The other's clock less this one's: that one has answered with `there`, which came at `received_at`."""
+    """The peer's clock less this one's. The peer has answered with its time `there`, which came at `received_at`."""
     return there - (received_at - round_trip_seconds / 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What one heartbeat has told.
+    """The measurement of one heartbeat.
 
     Attributes:
-      time: On the clock of who has sent it.
-      offset_seconds: See above.
-      round_trip_seconds: How long the answer took.
+      time: Time on the sender's clock.
+      offset_seconds: Offset of the peer's clock; see the module.
+      round_trip_seconds: Time until the answer came.
     """
 
     time: float
@@ -46,20 +46,20 @@ class Sample:
 
     @property
     def there(self) -> float:
-        """The same time on the other's clock."""
+        """The same time on the peer's clock."""
         return self.time + self.offset_seconds
 
 
 class Clocks:
-    """Brings the times of several clocks to one of them.
+    """Converts the times of several clocks to one of them.
 
     Args:
-      names: Of each process (by any key), the name of its clock.
-      samples: Of pairs of processes, what the first one's heartbeats to the second one have told.
+      names: By process (any key), the name of its clock.
+      samples: By pair of processes, the measurements of the first one's heartbeats to the second.
 
     Attributes:
-      errors: Of each clock, by its name, by how much its times may be wrong, in seconds: half of the shortest round
-        trips on the way to the first one. A clock that no samples lead to is as it is, and has infinity.
+      errors: By clock name, the largest error of its times in seconds: half of the shortest round trips on the path to
+        the first clock. If no samples lead to a clock, its times stay, and its error is infinite.
     """
 
     def __init__(self, names: Mapping[object, str], samples: Mapping[tuple[object, object], Sequence[Sample]]):
@@ -79,7 +79,7 @@ class Clocks:
         self.errors = {name: lengths.get(name, np.inf) / 2 for name in self._names.values()}
 
     def align(self, process: object, times: np.ndarray) -> np.ndarray:
-        """Times on a process's clock as times on the first process's clock."""
+        """Converts times on a process's clock to times on the first process's clock."""
         path = self._paths.get(self._names[process], ())[::-1]
         aligned = np.asarray(times, np.float64)
         for here, there in itertools.pairwise(path):
@@ -87,7 +87,7 @@ class Clocks:
         return aligned
 
     def _offsets(self, here: str, there: str, times: np.ndarray) -> np.ndarray:
-        """What clock `there` is ahead of clock `here`, at times on the latter."""
+        """The offsets of clock `there` from clock `here`, at times on clock `here`."""
         samples = [(s.time, s.offset_seconds, s.round_trip_seconds) for s in self._pairs.get((here, there), ())]
         for sample in self._pairs.get((there, here), ()):
             samples.append((sample.there, -sample.offset_seconds, sample.round_trip_seconds))

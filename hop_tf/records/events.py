@@ -1,4 +1,4 @@
-"""What an event holds, and what its kinds mean."""
+"""The format of events, and the meaning of their kinds."""
 
 from __future__ import annotations
 
@@ -7,49 +7,48 @@ import struct
 
 import numpy as np
 
-# The files say so, and readers refuse others.
+# Files contain this number, and readers refuse others.
 FORMAT = 1
-# Of what has no number, such as a step before the first one, or a peer where there is none.
+# Stands for a missing number, such as the step before the first step, or the peer of an event without one.
 NONE = -1
 
 
 class Kind(enum.IntEnum):
-    """What has happened. The same under every strategy; `docs/see.md` has the table.
+    """The kinds of events, the same under every strategy. `docs/see.md` has a table.
 
     Times are seconds since 1970 on the machine's clock. Each kind has a begin and a duration.
     """
 
-    # A step as Keras's loop makes it, from the callbacks before it to those behind it; of several steps where
-    # `steps_per_execution` asks for that.
+    # A step of Keras's loop, or several with `steps_per_execution`, from the callbacks before to the callbacks after.
     STEP = 1
     # From the step's batch to its gradients.
     COMPUTE = 2
-    # The gradients are there, and the step waits for what other ranks sent: communication that is not hidden.
+    # The step has its gradients and waits for the result of the exchange: communication that is not hidden.
     RESULT = 3
-    # The communication of a step (`number`: its segment) of a group, from when it was handed out to its result.
+    # The communication of a step (`number`: its segment) of a group, from its submission to its result.
     EXCHANGE = 4
-    # Within it: a rank waits for `peer`, the last one that is missing; `name` says for what.
+    # Within an exchange: a rank waits for `peer`, the last one that is missing. `name` is the operation.
     WAIT = 5
-    # Within it: values are encoded, or decoded, by the processor (what the graph encodes is a part of COMPUTE).
+    # Within an exchange: the processor encodes or decodes values (encoding in the graph is a part of COMPUTE).
     ENCODE = 6
-    # A message leaves, from when the connection takes it until the system has all of it. Before that it was in the
-    # queue of its lane for `queued` seconds.
+    # A message is sent, from when the connection takes it until the system has all of it. Before that, the message was
+    # in the queue of its lane for `queued` seconds.
     SEND = 7
-    # A message has come as a whole; the duration is that of its handler, which holds up the lane.
+    # A message has come completely. The duration is that of its handler, which blocks the lane.
     RECEIVE = 8
     # `model.evaluate` within `fit`.
     VALIDATION = 9
-    # Since the step before, so many (`number`) things have happened that `name` says: see `OUTCOMES`.
+    # Since the previous step, the outcome `name` has happened `number` times: see `OUTCOMES`.
     OUTCOME = 10
     # A session begins: see `hop_tf.membership`.
     SESSION = 11
-    # `peer` was lost, has left by an exception, or takes part again; `name` says which of them.
+    # `peer` was lost, has left by an exception, or takes part again.
     LOSS = 12
     LEAVE = 13
     JOIN = 14
 
 
-# What may become of updates and steps. A strategy counts those that it knows: see `Exchange.outcomes`.
+# The outcomes of updates and steps. A strategy counts those that it knows: see `Exchange.outcomes`.
 OUTCOMES = {
     "late": "updates that came, and were too old to be used",
     "dropped": "updates that were not sent, or are lost",
@@ -63,12 +62,12 @@ OUTCOMES = {
 EVENT = np.dtype(
     [
         ("begin", "<f8"),
-        ("num_bytes", "<u8"),  # Of a message: header and payload.
+        ("num_bytes", "<u8"),  # Bytes of a message: header and payload.
         ("seconds", "<f4"),
-        ("step", "<i4"),  # Of the session; NONE before the first one.
-        ("number", "<u4"),  # Of a message on its lane; or as above.
+        ("step", "<i4"),  # Step of the session; NONE before the first step.
+        ("number", "<u4"),  # Number of a message on its lane, or as the kind says.
         ("queued", "<f4"),
-        ("name", "<u2"),  # Its place in the table of names.
+        ("name", "<u2"),  # Index in the table of names.
         ("peer", "<i2"),
         ("kind", "u1"),
         ("lane", "u1"),
@@ -79,5 +78,5 @@ PACKER = struct.Struct("<dQfiIfHhBBH")
 
 
 def process_name(number: int, num_ranks: float) -> str:
-    """How people call a process of a job, by its place in the cluster: ranks come first, then parameter servers."""
+    """The name of a process for people, by its place in the cluster: ranks come first, then parameter servers."""
     return f"rank {number}" if number < num_ranks else f"ps {number - num_ranks}"

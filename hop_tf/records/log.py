@@ -1,4 +1,4 @@
-"""The files of a job, read again: what each process did, on one clock, and which message went where."""
+"""Reads the files of a job: the events of each process, on one clock, and the messages between processes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import numpy as np
 from hop_tf.records.clocks import Clocks, Sample
 from hop_tf.records.events import EVENT, FORMAT, Kind, process_name
 
-# A message may seem to have come so much before it was sent: the two readings are made by different threads.
+# A message may seem to have come this long before it was sent, because different threads read the clock.
 _LEAST_TOLERANCE_SECONDS = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessLog:
-    """What one process did.
+    """The records of one process.
 
     Attributes:
       number: Its place in the cluster: ranks, then parameter servers.
-      about: What the file says of it: `rank`, `num_ranks`, `num_servers`, `strategy`, `host`, `pid` and others.
-      events: Rows of `EVENT`, by their begin, on the clock of the job's first process.
-      names: What numbers in `name` mean.
-      lines: The other lines of text, in order, their `time` on that clock, too.
-      clock_error_seconds: By how much the times may be wrong.
-      starts: When it began, on that clock; of several processes that `join_restarts` has put together, each.
-      num_restarts: How often the rank, or server, had been started again until then.
+      about: The file's description: `rank`, `num_ranks`, `num_servers`, `strategy`, `host`, `pid` and others.
+      events: Rows of `EVENT`, in the order of their begins, on the clock of the job's first process.
+      names: The text of each number in `name`.
+      lines: The other lines of text, in order. Their `time` is on that clock, too.
+      clock_error_seconds: The largest error of the times.
+      starts: The time of its start, on that clock; after `join_restarts`, the times of all joined processes.
+      num_restarts: Number of earlier restarts of the rank, or server.
     """
 
     number: int
@@ -44,12 +44,12 @@ class ProcessLog:
 
     @property
     def is_server(self) -> bool:
-        """Whether it is a parameter server."""
+        """True for a parameter server."""
         return self.number >= int(self.about["num_ranks"])
 
     @property
     def name(self) -> str:
-        """How people call it."""
+        """The process's name for people."""
         times = {0: "", 1: " (restarted)"}.get(self.num_restarts, f" (restarted {self.num_restarts} times)")
         return process_name(self.number, int(self.about["num_ranks"])) + times
 
@@ -64,20 +64,20 @@ class ProcessLog:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A message that was sent and has come; times in seconds on the clock of the job's first process.
+    """A message that was sent and has come. Times are in seconds on the clock of the job's first process.
 
     Attributes:
       sender: The sender's place in `JobLog.processes`.
-      receiver: The receiver's.
+      receiver: The receiver's place there.
       lane: The lane.
-      number: Of the message on its lane.
+      number: Number of the message on its lane.
       queue: Name of its queue, without numbers.
-      num_bytes: Header and payload.
+      num_bytes: Bytes of header and payload.
       session: The sender's session.
-      step: The sender's step; NONE where it makes none.
-      put_at: When it was handed to the transport.
-      sent_at: When its connection began to send it.
-      come_at: When it had come as a whole.
+      step: The sender's step; NONE if it makes no steps.
+      put_at: Time when the transport got the message.
+      sent_at: Time when its connection began to send it.
+      come_at: Time when it had come completely.
     """
 
     sender: int
@@ -95,13 +95,14 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class JobLog:
-    """What all processes of a job did.
+    """The records of all processes of a job.
 
     Attributes:
-      processes: Those that have left files, in the order of their numbers; a rank that was started again is there
-        several times.
-      transfers: The messages of which both ends are recorded, in the order in which they came.
-      num_unmatched: Messages of which one end only is: what was on its way when the files ended, or a process died.
+      processes: The processes that have left files, in the order of their numbers. A rank that was started again is
+        there several times.
+      transfers: The messages with records of both ends, in the order in which they came.
+      num_unmatched: Number of messages with a record of one end only: the files ended before the message arrived, or a
+        process died.
     """
 
     processes: Sequence[ProcessLog]
@@ -115,13 +116,13 @@ class JobLog:
 
 
 def read_job(log_dir: str | os.PathLike) -> JobLog:
-    """Reads what a job's ranks have recorded.
+    """Reads the records of a job.
 
     Args:
-      log_dir: `CommunicationOptions.log_dir` of the job; where several jobs had the same one, the last of them counts.
+      log_dir: `CommunicationOptions.log_dir` of the job. If several jobs had the same one, the last job counts.
 
     Raises:
-      ValueError: If there is nothing that can be read.
+      ValueError: If there are no records.
     """
     paths = sorted(pathlib.Path(log_dir).glob("*/events.*.jsonl"))
     raw = [each for each in map(_read_process, paths) if each is not None]
@@ -138,7 +139,7 @@ def read_job(log_dir: str | os.PathLike) -> JobLog:
 
 
 def join_restarts(job: JobLog) -> JobLog:
-    """The same job with one process for each rank and server: what it did after restarts follows what it did before."""
+    """The same job with one process for each rank and server: records after a restart follow those before it."""
     of_number: dict[int, list[ProcessLog]] = {}
     for process in job.processes:
         of_number.setdefault(process.number, []).append(process)
@@ -152,7 +153,7 @@ def join_restarts(job: JobLog) -> JobLog:
 
 
 def _joined(processes: Sequence[ProcessLog]) -> ProcessLog:
-    """One process from those of a rank, in order."""
+    """Joins the processes of a rank, given in order."""
     first, last = processes[0], processes[-1]
     if first is last:
         return first
@@ -180,7 +181,7 @@ def _joined(processes: Sequence[ProcessLog]) -> ProcessLog:
 
 @dataclasses.dataclass
 class _Raw:
-    """A process's files as they are."""
+    """The contents of a process's files."""
 
     about: dict
     lines: list[dict]
@@ -215,7 +216,7 @@ class _Raw:
 
 
 def _read_process(path: pathlib.Path) -> _Raw | None:
-    """What a process has written; None if that is nothing yet."""
+    """Reads the records of a process; None if it has not written any yet."""
     lines = list(_read_lines(path))
     if not lines or lines[0].get("kind") != "process":
         return None
@@ -234,11 +235,11 @@ def _read_lines(path: pathlib.Path) -> Iterator[dict]:
         try:
             yield json.loads(line)
         except ValueError:
-            return  # The last one of a process that was killed.
+            return  # The last line of a process that was killed.
 
 
 def _last_job(processes: Sequence[_Raw]) -> list[_Raw]:
-    """Of jobs that ran one after the other, the last one: a process begins one if all before it have ended."""
+    """The last of several jobs. A process belongs to a new job if all earlier processes have ended before its start."""
     job: list[_Raw] = []
     for process in sorted(processes, key=lambda each: each.start):
         if job and process.start > max(each.end for each in job):
@@ -254,7 +255,7 @@ def _clock_samples(processes: Sequence[_Raw]) -> Iterator[tuple[tuple[int, int],
             if line["kind"] == "clock":
                 sample = Sample(line["time"], line["offset"], line["round_trip"])
                 peers = [other for other, each in enumerate(processes) if each.number == line["peer"]]
-                # One may have been started again, on another machine, by the time that it has told.
+                # The peer may have been started again, on another machine, before it answered.
                 begun = [other for other in peers if processes[other].start <= sample.there]
                 if peers:
                     samples[index, (begun or peers[:1])[-1]].append(sample)
@@ -262,10 +263,10 @@ def _clock_samples(processes: Sequence[_Raw]) -> Iterator[tuple[tuple[int, int],
 
 
 def _match(processes: Sequence[ProcessLog]) -> tuple[list[Transfer], int]:
-    """The messages of which both ends are there, and the number of those of which one is missing.
+    """The messages with records of both ends, and the number of messages with only one.
 
-    A number is used again where a process was restarted, and a message is sent again where a connection broke: what
-    has come is what was sent last before.
+    A restarted process uses numbers again, and a message is sent again when a connection breaks. So a received message
+    belongs to the last send before it.
     """
     sent = collections.defaultdict(list)
     for index, process in enumerate(processes):

@@ -1,8 +1,8 @@
-"""`Recorder`: a rank's events on their way to its files.
+"""`Recorder`: writes a rank's events to its files.
 
-A rank has two files for each process that it was: `events.<n>.bin`, rows of `EVENT`, for what is frequent; and
-`events.<n>.jsonl`, a JSON object a line, for what is rare or has text. Whatever was written can be read, also when the
-process was killed.
+A rank has two files for each of its processes: `events.<n>.bin`, rows of `EVENT`, for frequent events; and
+`events.<n>.jsonl`, a JSON object per line, for rare events and texts. Files can be read even after the process was
+killed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from absl import logging
 from hop_tf.records.events import EVENT, FORMAT, NONE, PACKER, Kind
 from hop_tf.records.sampling import is_recorded, is_recorded_session
 
-# Some 100 bytes of memory each: 7 MB.
+# Events take some 100 bytes of memory each: 7 MB.
 MAX_BUFFERED = 1 << 16
-# All that a process writes, whatever the rule of `sampling` allows.
+# Limit on all bytes that a process writes, in addition to the rule of `sampling`.
 MAX_BYTES = 64 << 20
-# How long a disk that hangs holds up `close`.
+# Limit on the time for which a hanging disk delays `close`.
 CLOSE_SECONDS = 5.0
 _PERIOD_SECONDS = 2.0
-# A name is one of a few, but for numbers in it. Others share a place.
+# Without their numbers, names are few. Further names share one place.
 _MAX_NAMES = 256
 _OTHER = "(other)"
 _MAX_CACHED = 4096
-# What is written now and then is written more rarely the longer a job runs: so a file grows with the logarithm.
+# Occasional lines become rarer the longer a job runs, so that a file grows with the logarithm of the time.
 _FIRST_PERIOD_SECONDS = 5.0
 _SHARE_OF_ELAPSED = 1 / 64
-# What `recorded` leaves out: of small vectors there would be more events than of all else.
+# `recorded` leaves out shorter times: events of small vectors would outnumber all others.
 _LEAST_SECONDS = 2e-5
 
 # An event as `PACKER` takes it.
@@ -49,12 +49,12 @@ Event = tuple
 def make_recorder(
     folder: pathlib.Path | None, *, now: Callable[[], float] = time.time, **about: object
 ) -> Recorder | None:
-    """Makes the recorder of this process; None without a folder, or where that cannot be written to.
+    """Makes the recorder of this process; None without a folder, or if the folder cannot be written to.
 
     Args:
-      folder: As of `Recorder`; so are the others.
-      now: The clock.
-      **about: What readers are to know.
+      folder: See `Recorder`.
+      now: See `Recorder`.
+      **about: See `Recorder`.
     """
     if folder is None:
         return None
@@ -74,12 +74,12 @@ def _warn(path: pathlib.Path, error: OSError) -> None:
 
 
 def recorded(recorder: Recorder | None, kind: int) -> contextlib.AbstractContextManager[None]:
-    """Records how long what it surrounds takes, where events are recorded; what takes less than 20 us is left out."""
+    """A context that records its duration if the recorder is on. Durations below 20 us are left out."""
     return _NOT_RECORDED if recorder is None or not recorder.is_on else _Recorded(recorder, kind)
 
 
 class _Recorded(contextlib.AbstractContextManager):
-    """Much cheaper than a generator."""
+    """The context of `recorded`, which is much cheaper than a generator."""
 
     __slots__ = ("_begin", "_kind", "_recorder")
 
@@ -102,20 +102,20 @@ class Recorder:
     """Takes events from any thread, and writes them on a thread of its own.
 
     `add` appends to a buffer and takes a microsecond. When the buffer is full, events are dropped, and their number is
-    written. A disk that is full, read-only or gone ends the records, with one warning, and not the training. One that
-    hangs is waited for by nobody but `close`.
+    written. A disk that is full, read-only or gone ends the records, with one warning. Training continues. Only `close`
+    waits for a hanging disk.
 
     Args:
-      folder: Directory of the rank's files. It is made where it does not exist.
-      now: The clock of the events: seconds since 1970. Default: the machine's. A simulation has one of its own.
-      **about: What readers are to know of the process, such as `rank`; JSON.
+      folder: Directory of the rank's files. It is created if it does not exist.
+      now: The clock of the events: seconds since 1970. Default: the machine's. A simulation has a clock of its own.
+      **about: Description of the process for readers, such as `rank`; JSON.
 
     Attributes:
       now: The clock.
-      is_on: Whether events of the present step are recorded. Ask it before what costs something, such as the time.
+      is_on: True if events of the present step are recorded. Check this before costly work, such as reading the clock.
       step: The step of the session that the rank is in.
       session: The running session.
-      follows: Whether it records what belongs to messages that others record: for a server, which makes no steps.
+      follows: True to record the events of messages that their senders record: for a server, which makes no steps.
 
     Raises:
       OSError: If the files cannot be made.
@@ -129,7 +129,7 @@ class Recorder:
         self.follows = False
         self._folder = folder
         self._buffer: collections.deque[Event] = collections.deque()
-        self._num_dropped = self._num_dropped_before = 0  # Until the last line that says so.
+        self._num_dropped = self._num_dropped_before = 0  # In all; reported so far.
         self._sources: list[Callable[[bool], np.ndarray]] = []
         self._names: dict[str | bytes, int] = {"": 0}
         self._name_numbers: dict[str, int] = {"": 0}
@@ -140,12 +140,12 @@ class Recorder:
         self._num_bytes = 0
         self._is_session_recorded = True
         self._is_over = self._is_closed = False
-        # What was taken from the buffers, and is not written yet: rows and lines.
+        # Rows and lines that were taken from the buffers, and are not written yet.
         self._pending: collections.deque[tuple[bytes, bytes]] = collections.deque()
-        # Communication waits for these two, which nobody holds during a write: a disk may hang.
-        self._lock = threading.RLock()  # Of names, clocks and sources.
-        self._taking = threading.Lock()  # Of who takes from the buffers.
-        self._writing = threading.Lock()  # Of the files.
+        # Communication waits for the first two locks. No thread holds them during a write, because a disk may hang.
+        self._lock = threading.RLock()  # For names, clocks and sources.
+        self._taking = threading.Lock()  # For taking from the buffers.
+        self._writing = threading.Lock()  # For the files.
         self._stop = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
         self._rows, self._lines = _open_new(folder)
@@ -153,31 +153,31 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="hop_tf records", daemon=True)
         self._thread.start()
 
-    # Where the rank is.
+    # The rank's position.
 
     def begin_session(self, session: int) -> None:
-        """The rank is about to enter a session, whose steps count from 0."""
-        self._collect(is_final=True)  # What is on its way belongs to the one before.
-        self.step = NONE - 1  # None of a session.
+        """Called when the rank is about to enter a session, whose steps count from 0."""
+        self._collect(is_final=True)  # Events so far belong to the previous session.
+        self.step = NONE - 1  # No step of a session.
         self.session, self._is_session_recorded = session & 0xFFFF, is_recorded_session(session)
         self.begin_step(NONE)
         self.add(Kind.SESSION, self.now(), number=session)
 
     def begin_step(self, step: int) -> None:
-        """The rank's communication begins a step."""
+        """Called when the rank's communication begins a step."""
         if step != self.step:
             self.step, self.is_on = step, self.records(step)
 
     def follow(self, is_recorded: bool) -> None:
-        """A message has come, which its sender records or not: see `follows`."""
+        """Called when a message has come that its sender records, or does not: see `follows`."""
         if self.follows:
             self.is_on = is_recorded and not self._is_over
 
     def records(self, step: int) -> bool:
-        """Whether a step of the running session is recorded."""
+        """True if a step of the running session is recorded."""
         return self._is_session_recorded and not self._is_over and is_recorded(step)
 
-    # What is recorded.
+    # Adding records.
 
     def add(
         self,
@@ -193,18 +193,18 @@ class Recorder:
         number: int = 0,
         queued: float = 0.0,
     ) -> None:
-        """Adds an event, whether `is_on` or not, unless the records have ended.
+        """Adds an event, regardless of `is_on`, unless the records have ended.
 
         Args:
-          kind: What it is; here, too, what the others mean.
-          begin: When it began, on the clock `now`.
-          seconds: How long it took.
-          step: The step that it belongs to. Default: the one that the rank is in.
+          kind: Its kind. See `Kind` for the meaning of the other arguments.
+          begin: Time of its begin, on the clock `now`.
+          seconds: Its duration.
+          step: The step that it belongs to. Default: the step that the rank is in.
           peer: The other rank.
-          lane: Of a message.
-          name: Of the queue, or what is awaited. Numbers in it are left out: names are few.
-          num_bytes: Of a message.
-          number: Of a message on its lane, or as the kind says.
+          lane: Lane of a message.
+          name: Name of the queue or of the awaited operation. Numbers in it are left out, so that names are few.
+          num_bytes: Bytes of a message.
+          number: Number of a message on its lane, or as the kind says.
           queued: Seconds that a message has waited for its turn.
         """
         buffer = self._buffer
@@ -223,33 +223,33 @@ class Recorder:
         buffer.append((begin, num_bytes, seconds, step, number, queued, place, peer, kind, lane, self.session))
 
     def drop(self, count: int) -> None:
-        """So many events are lost: their number is written."""
+        """Counts lost events. Their number is written."""
         self._num_dropped += count
 
     def make_events(self, count: int, kind: int = 0) -> np.ndarray:
-        """So many events of the running session, to be filled: an array of `EVENT`."""
+        """An array of `count` events of the running session, to be filled: rows of `EVENT`."""
         events = np.zeros(count, EVENT)
         events["kind"], events["peer"], events["session"] = kind, NONE, self.session
         return events
 
     def add_line(self, kind: str, **values: object) -> None:
-        """Adds a line of JSON: for what is rare."""
+        """Adds a line of JSON, for rare events."""
         if self._is_over:
             return
         self._new_lines.append({"kind": kind, "time": self.now(), **values})
 
     def add_now_and_then(self, kind: str, values: Mapping[str, object]) -> None:
-        """Adds a line of JSON, unless one of that kind came lately: at most 64 while a job's age doubles."""
+        """Adds a line of JSON, unless one of that kind came recently: at most some 64 while a job's age doubles."""
         if self._is_due(kind):
             self.add_line(kind, **values)
 
     def note_clock(self, peer: int, offset_seconds: float, round_trip_seconds: float) -> None:
-        """A heartbeat was answered, with the peer's clock. Of several, that with the shortest round trip is written.
+        """Takes a measurement of the peer's clock by a heartbeat. The one with the shortest round trip is written.
 
         Args:
-          peer: Who has answered.
-          offset_seconds: The peer's clock less this one's, by `clocks.offset_of`.
-          round_trip_seconds: Until the answer had come: half of that is the largest error.
+          peer: The peer that has answered.
+          offset_seconds: The peer's clock less this one's, from `clocks.offset_of`.
+          round_trip_seconds: Time until the answer came. Half of that is the largest error.
         """
         with self._lock:
             known = self._clocks.get(peer)
@@ -257,9 +257,9 @@ class Recorder:
                 self._clocks[peer] = (self.now(), offset_seconds, round_trip_seconds)
 
     def add_source(self, source: Callable[[bool], np.ndarray]) -> None:
-        """Asks `source(is_final)` for further events whenever it writes: for what counts by itself, such as the graph.
+        """Adds a source of events, such as the graph. `source(is_final)` is called before each write.
 
-        `is_final` says that no step is under way. It returns what `make_events` has made.
+        It returns an array from `make_events`. `is_final` is True if no step is running.
         """
         with self._lock:
             self._sources.append(source)
@@ -287,9 +287,9 @@ class Recorder:
     # Writing.
 
     def flush(self, is_final: bool = False) -> None:
-        """Writes all that was added before; `is_final` as in `add_source`.
+        """Writes all records so far. For `is_final`, see `add_source`.
 
-        Blocks: as the disk does.
+        Blocks: as long as the disk does.
         """
         self._collect(is_final)
         try:
@@ -304,7 +304,7 @@ class Recorder:
             self._end()
 
     def _collect(self, is_final: bool) -> None:
-        """Takes what was added before, to be written later."""
+        """Takes all records so far from the buffers, to be written later."""
         with self._taking:
             if self._is_over:
                 self._buffer.clear()
@@ -312,7 +312,7 @@ class Recorder:
                 return
             try:
                 rows, text = self._take(is_final)
-            except Exception:  # Records are not worth a training.
+            except Exception:  # An error in the records must not end the training.
                 self._end()
                 logging.exception("Events are not recorded from now on.")
                 return
@@ -325,7 +325,7 @@ class Recorder:
         return sum(len(rows) for rows, _ in list(self._pending)) // EVENT.itemsize
 
     def _take(self, is_final: bool) -> tuple[bytes, bytes]:
-        """The rows and the lines that were added."""
+        """Takes the rows and the lines that were added."""
         with self._lock:
             sources, clocks = tuple(self._sources), {}
             if self._clocks and (is_final or self._is_due("clock")):
@@ -356,11 +356,11 @@ class Recorder:
         # Names before the rows that refer to them.
         for file, data in ((self._lines, text), (self._rows, rows)):
             self._num_bytes += len(data)
-            while data:  # A write may stop in the middle, where a disk is about to be full.
+            while data:  # A write may stop in the middle if a disk is nearly full.
                 data = data[file.write(data) :]
 
     def _end(self) -> None:
-        """Nothing is recorded any more. The thread closes the files."""
+        """Ends recording. The thread then closes the files."""
         self._is_over, self.is_on = True, False
         self._stop.set()
 
@@ -379,9 +379,9 @@ class Recorder:
                     file.close()
 
     def close(self) -> None:
-        """Writes what is left and ends the thread. Idempotent.
+        """Writes all remaining records, and ends the thread. Idempotent.
 
-        Blocks: until that is written, for `CLOSE_SECONDS` at most. Then a warning says what is lost.
+        Blocks: until they are written, at most `CLOSE_SECONDS`. Then a warning tells the number of lost events.
         """
         if self._is_closed:
             return
@@ -399,7 +399,7 @@ class Recorder:
 
 
 def _open_new(folder: pathlib.Path):
-    """Files with the first number that is free: a rank may have been several processes."""
+    """Opens files with the first free number: a rank may have had several processes."""
     number = 0
     while True:
         try:
@@ -420,7 +420,7 @@ def _describe_process(now: float) -> dict[str, object]:
 
 
 def _clock_name() -> str:
-    """Names the clock: processes with the same one need not be aligned. Those of one system have the same."""
+    """The name of the clock, equal for processes of one system. Processes with the same clock need no alignment."""
     try:
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""Which steps are recorded: all at first, then ever fewer, so that a long job's files stay small.
+"""Chooses the steps to record: all at first, then ever fewer, so that a long job's files stay small.
 
-A rule on the number alone, so that all ranks record the same steps without a word. Steps are recorded in blocks: what
-follows in a block shows how one step holds up the next.
+The rule depends only on the step's number, so that all ranks record the same steps without communication. Steps are
+recorded in blocks, because the next steps of a block show the effects of one step on the next.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 # Steps of a session that are recorded one by one, before blocks are left out.
 FULL_STEPS = 1024
 BLOCK_STEPS = 32
-# Sessions are thinned out alike: a program may call `fit` thousands of times.
+# Sessions are thinned out in the same way: a program may call `fit` thousands of times.
 FULL_SESSIONS = 8
 
 
 def is_recorded(number: int, full: int = FULL_STEPS, block: int = BLOCK_STEPS) -> bool:
-    """Whether a step is recorded: all below `full`, then every 2nd block, from 2 `full` on every 4th, and so on.
+    """True if a step is recorded: all below `full`, then every 2nd block, from 2 `full` on every 4th, and so on.
 
-    With F = `full`, B = `block` and j = 0 below F, else floor(log2(number / F)) + 1, that is
+    With F = `full`, B = `block` and j = 0 below F, otherwise floor(log2(number / F)) + 1, that is
 
         floor(number / B) mod 2^j = 0
 
     so that at most F + F/2 ceil(log2(n / F)) of n > F numbers are recorded.
 
     Args:
-      number: The step, from 0. What comes before the first one is negative, and recorded.
+      number: The step, from 0. Negative before the first step, which is recorded.
       full: F, a multiple of 2 B.
       block: B.
     """
@@ -31,12 +31,12 @@ def is_recorded(number: int, full: int = FULL_STEPS, block: int = BLOCK_STEPS) -
 
 
 def is_recorded_session(session: int) -> bool:
-    """Whether steps of a session are recorded, which count from 1."""
+    """True if steps of a session are recorded. Sessions count from 1."""
     return is_recorded(session - 1, FULL_SESSIONS, 1)
 
 
 def most_recorded(count: int, full: int = FULL_STEPS) -> int:
-    """The most of the first `count` numbers that `is_recorded` tells."""
+    """An upper bound on the number of recorded steps among the first `count`, by `is_recorded`."""
     if count <= full:
         return count
     return full + full // 2 * (-(-count // full) - 1).bit_length()

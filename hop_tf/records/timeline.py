@@ -1,7 +1,7 @@
-"""A job's records as a trace that Perfetto and chrome://tracing open.
+"""Writes a job's records as a trace that Perfetto and chrome://tracing open.
 
-Each process of the job is one of the trace, with a group of tracks for each `_Track`. An arrow leads from where a
-message is sent to where it comes. Times are microseconds since the first event.
+Each process of the job is a process of the trace, with a group of tracks for each `_Track`. An arrow leads from the
+sending of a message to its arrival. Times are microseconds since the first event.
 
 Reference: "Trace Event Format", Google, 2016 (complete events "X", flows "s" and "f", counters "C", metadata "M").
 """
@@ -17,11 +17,11 @@ import numpy as np
 from hop_tf.records.events import NONE, Kind, process_name
 from hop_tf.records.log import JobLog, ProcessLog
 
-# Process, kind, peer, lane, number and begin: what names the slice of a message.
+# The key of a message's slice: process, kind, peer, lane, number and begin.
 _Key = tuple[int, Kind, int, int, int, float]
-# What is shorter is not seen, and cannot have an arrow.
+# Shorter events cannot be seen, and cannot have an arrow.
 _LEAST_MICROSECONDS = 1.0
-# Tracks of one group, which lie beside each other where events overlap; those of a lane are so far apart.
+# Limit on the tracks of a group, which has several if events overlap, and the distance between tracks of one lane.
 _MAX_TRACKS, _MAX_LANES = 1024, 16
 
 
@@ -49,12 +49,12 @@ _TRACKS = {
 }
 _OF_LANES = (_Track.SENDING, _Track.RECEIVING)
 _INSTANTS = (Kind.SESSION, Kind.LOSS, Kind.LEAVE, Kind.JOIN)
-# Of a report, what is drawn as a curve.
+# The counters of a report that are drawn as curves.
 _COUNTERS = ("steps", "wait_seconds", "bytes_sent", "bytes_received")
 
 
 def to_trace(job: JobLog) -> dict[str, object]:
-    """The trace of a job, as JSON takes it."""
+    """The trace of a job, in a form for JSON."""
     starts = [float(process.events["begin"][0]) for process in job.processes if process.events.size]
     starts += [float(line["time"]) for process in job.processes for line in process.lines if "time" in line]
     origin = min(starts, default=0.0)
@@ -81,7 +81,7 @@ def to_trace(job: JobLog) -> dict[str, object]:
 
 
 def _microseconds(seconds: float) -> float:
-    """Time as traces have it. Perfetto counts whole nanoseconds: what it rounds itself may overlap afterwards."""
+    """The time in a trace. Perfetto rounds to whole nanoseconds, after which events might overlap."""
     return round(seconds * 1e6, 3)
 
 
@@ -103,10 +103,10 @@ def _track_name(pid: int, tid: int) -> list[dict]:
 
 
 def _events_of(job: JobLog, index: int, origin: float, slices: dict[_Key, dict]) -> Iterator[dict]:
-    """The events of a process. Those of messages are put into `slices`."""
+    """The events of a process. Events of messages are also put into `slices`."""
     process = job.processes[index]
     placed = _Tracks()
-    order = np.lexsort((-process.events["seconds"], process.events["begin"]))  # What lies within comes later.
+    order = np.lexsort((-process.events["seconds"], process.events["begin"]))  # Enclosing events come first.
     for event in process.events[order]:
         kind = Kind(int(event["kind"]))
         begin = _microseconds(float(event["begin"]) - origin)
@@ -128,7 +128,7 @@ def _events_of(job: JobLog, index: int, origin: float, slices: dict[_Key, dict])
 
 
 def _describe(process: ProcessLog, kind: Kind, event: np.void) -> tuple[str, dict]:
-    """How an event is called, and what is shown of it."""
+    """The name of an event, and the arguments to show."""
     text, step, peer = process.text(event), int(event["step"]), int(event["peer"])
     arguments: dict[str, object] = {}
     if step != NONE:
@@ -155,14 +155,14 @@ def _name_of(process: ProcessLog, number: int) -> str:
 
 
 class _Tracks:
-    """Puts the events of a process on tracks, so that those of a track do not overlap, or lie one within the other."""
+    """Puts the events of a process on tracks. Two events of a track are either disjoint, or one contains the other."""
 
     def __init__(self):
-        # Of each track, when the events end that are under way, the innermost last.
+        # For each track, the ends of the running events, the innermost last.
         self._ends: dict[int, list[float]] = {}
 
     def find(self, group: _Track, begin: float, end: float, lane: int) -> int:
-        """The track of the next event, in the order of begins; messages of a lane share one where they can."""
+        """The track of the next event, in the order of begins. Messages of a lane share a track if they can."""
         for place in range(lane, _MAX_TRACKS, _MAX_LANES) if group in _OF_LANES else range(_MAX_TRACKS):
             tid = group * _MAX_TRACKS + place
             ends = self._ends.setdefault(tid, [])
@@ -189,7 +189,7 @@ def _counters(process: ProcessLog, index: int, origin: float) -> Iterator[dict]:
 
 
 def _arrows(job: JobLog, slices: dict[_Key, dict]) -> Iterator[dict]:
-    """Both ends of each message's arrow. They lie within the slices of its sending and its coming."""
+    """Both ends of each message's arrow. They lie within the slices of its sending and its arrival."""
     for number, each in enumerate(job.transfers, start=1):
         sender, receiver = job.processes[each.sender].number, job.processes[each.receiver].number
         ends = {
@@ -198,5 +198,5 @@ def _arrows(job: JobLog, slices: dict[_Key, dict]) -> Iterator[dict]:
         }
         for phase, piece in ends.items():
             where = {name: piece[name] for name in ("pid", "tid", "ts")}
-            binding = {"bp": "e"} if phase == "f" else {}  # To the slice that it lies in, and not the one behind it.
+            binding = {"bp": "e"} if phase == "f" else {}  # Binds to the enclosing slice instead of the next one.
             yield {"ph": phase, "id": number, "name": "message", "cat": "message", **where, **binding}

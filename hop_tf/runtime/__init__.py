@@ -1,6 +1,6 @@
-"""One rank at run time: its groups of variables, what they exchange, and how a training goes on.
+"""One rank at run time: its groups of variables, their exchanges, and the course of a training.
 
-A strategy of your own stands on `Scheme`, `Exchange` (or `AveragingExchange`) and `LateChanges`: see
+A strategy of your own builds on `Scheme`, `Exchange` (or `AveragingExchange`) and `LateChanges`: see
 `hop_tf.strategy.ExchangeStrategy`.
 """
 

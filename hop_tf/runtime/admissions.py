@@ -1,14 +1,14 @@
-"""`Admissions`: from which step on a rank that was started again takes part, where ranks are in lock step.
+"""`Admissions`: synchronous ranks agree on the step from which on a restarted rank takes part.
 
-All ranks have to begin with a newcomer in the same step. They agree by what they average anyhow. Beside the values of a
-step, each rank hands out which newcomers it knows:
+All ranks have to begin with a newcomer in the same step. They agree through the mean that they exchange anyway. With
+the values of a step, each rank sends the newcomers that it knows:
 
-    votes[0, r] = i        where rank r is there as incarnation i, and takes no part yet; else 0
-    votes[1, r] = i^2      -1 where r is the rank itself: so the mean tells whose values are in it
+    votes[0, r] = i        if rank r is present as incarnation i and takes no part yet, otherwise 0
+    votes[1, r] = i^2      -1 if r is the sender itself: so the mean tells whose values are in it
 
-In the mean over the ranks, (mean of i)^2 is the mean of i^2 only if all have handed out the same i. As the mean of a
-step is equal on all ranks, also where one is lost meanwhile, all find the same; and each has it before it begins the
-next step. The newcomer takes part from a later step on, where the state is one that it can take over.
+In the mean over the ranks, (mean of i)^2 equals the mean of i^2 only if all ranks have sent the same i. The mean of a
+step is equal on all ranks, even if one is lost meanwhile. So all ranks decide the same, before they begin the next
+step. The newcomer takes part from a later step on, at which it can take over the state.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from hop_tf.transport.base import Message
 
 SPEC_NAME = "hop_tf_newcomers"
 _HEADER = struct.Struct("<q")
-_NEVER = -1  # Step 0 is one that ranks may look at several times, where an update takes several batches.
+_NEVER = -1  # Not 0: graphs may compare step 0 several times, if an update takes several batches.
 _Process = tuple[int, int]  # Rank, incarnation.
 
 
 class Admissions:
-    """Who takes part in the steps of one exchange. What is not said otherwise is called without the monitor.
+    """The ranks that take part in the steps of one exchange. Only methods that say so need the monitor.
 
     Args:
-      membership: Of the rank.
+      membership: The rank's membership.
       group: Name of the exchange group.
-      session: The running one.
+      session: The running session.
       first_round: Returns the number of a step's first round. Default: the step.
 
     Attributes:
-      own_first_step: That of this rank, which was started again; None until another one has told.
+      own_first_step: First step of this rank, if it was started again; None until another rank has told it.
       meet_at: int64 variable: the step before which all ranks meet those that join, as far as the graph knows.
     """
 
@@ -67,11 +67,11 @@ class Admissions:
 
     @staticmethod
     def spec(world_size: int, dtype: tf.DType = tf.float64, *, exact: bool = False) -> TensorSpec:
-        """What travels beside a step's values; dtype and `exact` say in which bucket."""
+        """The tensor that travels with a step's values. dtype and `exact` choose its bucket."""
         return TensorSpec(SPEC_NAME, (2, world_size), dtype, exact, on_host=True)
 
     def reset(self, session: int) -> None:
-        """Prepares for step 0 of a session, in which all take part."""
+        """Prepares for step 0 of a session, in which all ranks take part."""
         with self._membership.monitor:
             self._queue.session = session
             self._begin()
@@ -84,16 +84,16 @@ class Admissions:
         known = self._membership.incarnations
         self._first_steps = {(rank, known.get(rank, 0)): 0 for rank in ranks}
 
-    # What the others do.
+    # For ranks that take part.
 
     def takes_part(self, rank: int, number: int) -> bool:
-        """Whether `rank` takes part in a round. With the monitor held."""
+        """True if `rank` takes part in a round. With the monitor held."""
         first = self._first_steps.get((rank, self._membership.incarnation_of(rank)))
         has_begun = first is not None and number >= self._first_round(first)
         return has_begun and self._membership.delivers(rank, self._group, number)
 
     def note(self, rank: int) -> None:
-        """The present process of `rank` is to take part. With the monitor held."""
+        """Records that the present process of `rank` is to take part. With the monitor held."""
         self._known.add((rank, self._membership.incarnation_of(rank)))
 
     def _is_there(self, process: _Process) -> bool:
@@ -101,7 +101,7 @@ class Admissions:
         return self._membership.departure(rank) is None and self._membership.incarnation_of(rank) == incarnation
 
     def votes(self) -> np.ndarray:
-        """What this rank hands out beside the values of a step."""
+        """The votes that this rank sends with the values of a step."""
         votes = np.zeros((2, self._membership.world_size))
         with self._membership.monitor:
             for rank, incarnation in self._known - self._first_steps.keys():
@@ -111,27 +111,27 @@ class Admissions:
         return votes
 
     def decide(self, mean: np.ndarray, step: int, first_step: Callable[[], int]) -> np.ndarray:
-        """Admits those whom all ranks know. Called in the order of steps.
+        """Admits the newcomers that all ranks know. Called in the order of steps.
 
         Args:
           mean: The mean of the votes of `step`.
-          step: The step, or the first one of a round of several.
-          first_step: Chooses the first step of those that are admitted, unless others are to begin after `step` anyhow.
+          step: The step, or the first step of a round of several steps.
+          first_step: Chooses the first step of admitted ranks, unless other newcomers are to begin after `step` anyway.
 
         Returns:
-          Two rows. For each rank that is admitted, how many steps after this one it begins; 0 for the others. And 1 for
-          each rank whose values are in the mean, 0 for the others.
+          Two rows. The first has, for each admitted rank, the number of steps from `step` to its first; 0 for others.
+          The second has 1 for each rank whose values are in the mean, 0 for others.
         """
         of_ranks, of_squares = mean.reshape(2, -1).astype(np.float64)
         num_ranks = len(of_ranks)
-        # Where one has handed out another number, the variance is 1 / (2 n) at least.
+        # If a rank has sent another number, the variance is at least 1 / (2 n).
         is_known_to_all = (of_ranks > 0.5) & (of_squares - of_ranks**2 < 0.25 / num_ranks)
         newcomers = [(int(rank), round(float(of_ranks[rank]))) for rank in np.flatnonzero(is_known_to_all)]
         decided = np.stack([np.zeros(num_ranks), of_squares < 0])
         if not newcomers:
             return decided
         with self._membership.monitor:
-            latest = max(self._first_steps.values())  # All meet there already, if it is still to come.
+            latest = max(self._first_steps.values())  # If it is still to come, all ranks meet there already.
             begin = latest if latest > step else first_step()
             self._first_steps.update(dict.fromkeys(newcomers, begin))
         for rank, incarnation in newcomers:
@@ -141,28 +141,28 @@ class Admissions:
         return decided
 
     def note_meeting(self, distances: tf.Tensor, step: tf.Tensor) -> None:
-        """Emits the ops that note the distances that `decide` has returned for a step: the graph takes them later."""
+        """Emits the ops that record the distances that `decide` has returned for a step, in `meet_at`."""
         distance = tf.cast(tf.reduce_max(distances), tf.int64)
         meet_at = tf.where(distance > 0, step + distance, 0)
         self.meet_at.assign(tf.maximum(self.meet_at, meet_at))
 
     def newcomers_of(self, step: int) -> list[int]:
-        """Ranks that are there, and whose first step this is. With the monitor held."""
+        """The present ranks whose first step this is. With the monitor held."""
         return [process[0] for process in self._processes_of(step) if self._is_there(process)]
 
     def admitted_at(self, step: int) -> list[int]:
-        """Ranks whose first step this is, also those that are lost since: equal on all ranks. With the monitor held."""
+        """The ranks whose first step this is, lost ones included: equal on all ranks. With the monitor held."""
         return [process[0] for process in self._processes_of(step)]
 
     def _processes_of(self, step: int) -> list[_Process]:
         return [process for process, first in self._first_steps.items() if first == step > 0]
 
-    # What a newcomer does.
+    # For a newcomer.
 
     def wait_for_first_step(self, ranks: Iterable[int]) -> None:
-        """Waits until `own_first_step` is there, or none of some ranks that train is left to agree on it.
+        """Waits until `own_first_step` is known, or none of `ranks`, which train, is left to agree on it.
 
-        Blocks: until one of them has told.
+        Blocks: until then.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -178,18 +178,18 @@ class Admissions:
         membership.wait(missing, operation="be admitted", step=membership.num_rounds)
 
     def table(self) -> np.ndarray:
-        """Who takes part from which step on, for a newcomer: rows of rank, incarnation, step."""
+        """The first step of each process, for a newcomer: rows of rank, incarnation, step."""
         with self._membership.monitor:
             rows = [(*process, first) for process, first in self._first_steps.items()]
         return np.array(rows, np.int64)
 
     def take_table(self, data: np.ndarray) -> None:
-        """Takes over what another rank has given, in bytes. With the monitor held."""
+        """Takes over another rank's `table`, as bytes. With the monitor held."""
         rows = data.copy().view(np.int64).reshape(-1, 3).tolist()
         self._first_steps = {(rank, incarnation): first for rank, incarnation, first in rows}
 
     def close(self) -> None:
-        """Takes no more messages."""
+        """Stops taking messages."""
         self._queue.close()
 
     def _on_message(self, message: Message) -> None:
@@ -205,5 +205,5 @@ class Admissions:
 
 
 def find_spec(specs: Sequence[TensorSpec]) -> int | None:
-    """The index of what `Admissions.spec` has made; None where newcomers are not admitted."""
+    """The index of the tensor of `Admissions.spec`; None if newcomers are not admitted."""
     return next((index for index, spec in enumerate(specs) if spec.name == SPEC_NAME), None)

@@ -1,4 +1,4 @@
-"""`AgreedStates`: the states that ranks agree on now and then: sums, maxima, and rank 0's."""
+"""`AgreedStates`: states that ranks agree on at certain moments: sums, maxima, and rank 0's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LENGTH = struct.Struct("<I")  # Of a message's head.
 
 
 class AgreedStates:
-    """Knows what each state of a program is on several ranks, and makes the agreed ones equal on all.
+    """Knows the role of each state of a program, and makes the agreed states equal on all ranks.
 
     Args:
       rank: This rank.
@@ -30,19 +30,19 @@ class AgreedStates:
 
     def __init__(self, rank: int):
         self._rank = rank
-        # A process that takes the place of a lost one is another contributor to sums.
+        # A process that replaces a lost one is another contributor to sums.
         self._name = f"{rank:06}-{uuid.uuid4().hex}"
-        # Both by the identity of the variable.
+        # By the identity of the variable.
         self._sums: dict[int, Sum] = {}
         self._own: dict[int, weakref.ref[tf.Variable]] = {}
         self._trained: dict[int, weakref.ref[tf.Variable]] = {}
 
     def begin(self, states: Iterable[State], *, trained: Iterable[tf.Variable] = (), joins: bool = False) -> None:
-        """Notes the sums that are equal on all ranks now, unless they are known. Called outside of graphs.
+        """Begins new sums, which are equal on all ranks now. Called outside of graphs.
 
         Args:
           states: All states of a model.
-          trained: The variables that an optimizer trains from now on. They belong to the strategy, whatever is marked.
+          trained: The variables that an optimizer trains from now on. They belong to the strategy, even if marked.
           joins: True if this process was started again and joins the others; see `begin_here`.
         """
         self._note_trained(trained)
@@ -55,22 +55,22 @@ class AgreedStates:
                 )
 
     def begin_here(self) -> None:
-        """This process has taken over the sums of another one: it has added nothing to them yet."""
+        """Called when this process has taken over the sums of another one, and has added nothing to them yet."""
         for each in self._sums.values():
             each.begin_here()
 
     def count_own(self) -> None:
-        """Steps have run, and no callback has been asked since: what they have changed adds to the sums."""
+        """Adds the changes that steps have made to the sums. Called after steps, before callbacks change anything."""
         for each in self._sums.values():
             each.count_own()
 
     def begin_anew(self) -> None:
-        """No step has run since the last call of `count_own`: sums that have changed begin anew, from their values."""
+        """Begins changed sums anew, from their values. Called if no step has run since the last `count_own`."""
         for each in self._sums.values():
             each.begin_anew()
 
     def note_assigned(self, states: Iterable[State]) -> None:
-        """Notes states that a training step assigns. Warns, once, of those that nobody has said anything about."""
+        """Records states that a training step assigns. Warns once of each state whose owner the program has not set."""
         own = [state for state in states if state.owner is Owner.OWN]
         new = [state for state in own if not _holds(self._own.get(id(state.variable)), state.variable)]
         self._own.update({id(state.variable): weakref.ref(state.variable) for state in new})
@@ -88,12 +88,13 @@ class AgreedStates:
     ) -> Iterator[list[tf.Variable]]:
         """Yields the variables that `synchronize` averages. A collective.
 
-        First those of which all ranks know it: an optimizer may train them, or ranks always average them. Then those
-        that an optimizer of any rank has trained, and that are frozen by now, or marked.
+        The first list has variables that all ranks know to be averaged: an optimizer may train them, or ranks always
+        average them. The second list has other variables that an optimizer of any rank has trained, and that are frozen
+        by now, or marked.
 
         Args:
           states: All states of a model, the same on all ranks.
-          share: As of `agree`. A rank that was started again does not know which variables were trained before.
+          share: See `agree`. A restarted rank does not know which variables were trained before.
         """
         floats = [state for state in states if state.variable.dtype.is_floating]
         yield [state.variable for state in floats if _may_be_averaged(state)]
@@ -119,8 +120,8 @@ class AgreedStates:
 
         Args:
           states: All states of a model, the same on all ranks.
-          share: Takes this rank's bytes, and returns each rank's, in their order. Not called if nothing is agreed, and
-            called twice if ranks know different contributions to a sum of a rank that does not take part.
+          share: Takes this rank's bytes, and returns each rank's, in the order of ranks. It is not called without
+            agreed states. It is called twice if ranks know different contributions of a rank that does not take part.
 
         Raises:
           MismatchError: If another rank has other states.
@@ -132,7 +133,7 @@ class AgreedStates:
             self._assign(agreed, sums, self._share_values(agreed, sums, share))
 
     def _share_values(self, agreed: Sequence[State], sums: Sequence[Sum], share) -> list[list[np.ndarray]]:
-        """Each rank's values of the agreed states; takes over what the ranks know of sums."""
+        """Returns each rank's values of the agreed states. Takes over the ranks' contributions to sums."""
         own = [
             self._sums[id(state.variable)].count_own() if state.owner is Owner.SUM else state.variable.numpy()
             for state in agreed
@@ -150,7 +151,7 @@ class AgreedStates:
         return parts
 
     def _share_missing(self, sums: Sequence[Sum], names: Sequence[str], versions: Sequence[list], share) -> None:
-        """Shares the contributions that not all ranks know: of lost ranks, and of ranks in a longer epoch."""
+        """Shares the contributions that only some ranks know: of lost ranks, and of ranks in a longer epoch."""
         lacking = [missing([of_rank[i] for of_rank in versions], names) for i in range(len(sums))]
         if not any(lacking):
             return
@@ -184,7 +185,7 @@ def _may_be_averaged(state: State) -> bool:
 
 
 def _share_arrays(head: object, arrays: Iterable[np.ndarray], share) -> tuple[list, list[memoryview]]:
-    """Shares a head, as JSON, and arrays; returns each rank's head, and its arrays as bytes."""
+    """Shares a head, as JSON, and arrays. Returns each rank's head, and each rank's arrays as bytes."""
     text = json.dumps(head).encode()
     received = share(_LENGTH.pack(len(text)) + text + b"".join(np.asarray(each).tobytes() for each in arrays))
     ends = [_LENGTH.size + _LENGTH.unpack_from(data)[0] for data in received]
@@ -193,7 +194,7 @@ def _share_arrays(head: object, arrays: Iterable[np.ndarray], share) -> tuple[li
 
 
 def _split(data: memoryview, like: Iterable[np.ndarray]) -> list[np.ndarray]:
-    """Flat arrays of these sizes and dtypes, of their bytes one after the other."""
+    """Splits bytes into flat arrays with the sizes and dtypes of `like`."""
     parts, start = [], 0
     for each in like:
         parts.append(np.frombuffer(data, each.dtype, each.size, start))

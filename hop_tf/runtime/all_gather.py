@@ -1,4 +1,4 @@
-"""`AllGather`: what every rank has, as an operation of a graph."""
+"""`AllGather`: gives every rank each rank's value, as an operation of a graph."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _IN_GRAPH = 0
 
 
 class AllGather:
-    """Emits ops that give every rank each rank's value. A thread talks to the others, so that no op blocks another.
+    """Emits ops that give every rank each rank's value. A thread communicates, so that no op blocks another.
 
-    Values are gathered one after the other, in the order in which the program asks for them; ranks have to ask for the
-    same ones. A step that is broken off may have asked on some ranks only. So the number of calls outside of graphs
-    travels with each value, and ranks that are at different calls raise. The thread begins with the first value.
+    Values are gathered one after the other, in the order of the program's requests. All ranks have to request the same
+    values. If a step is aborted, only some ranks may have made a request. So the number of calls outside of graphs
+    travels with each value, and ranks that are at different calls raise. The thread starts with the first value.
 
     Args:
       world_size: Number of ranks.
-      gather: Takes this rank's bytes, and returns each rank's; blocks.
-      on_error: Called with what `gather` has raised.
+      gather: Takes this rank's bytes, and returns each rank's. Blocks.
+      on_error: Called with an exception that `gather` has raised.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class AllGather:
         """Emits the ops for a value.
 
         Args:
-          value: Of the same dtype and number of dimensions on all ranks.
+          value: The value, with the same dtype and number of dimensions on all ranks.
 
         Returns:
-          The ranks' values, in their order.
+          The ranks' values, in the order of ranks.
 
-        Blocks: (when run) until all ranks have asked for theirs.
+        Blocks: (when run) until all ranks have made the request.
 
         Raises:
-          tf.errors.InvalidArgumentError: When run, if a rank was lost, or has left: the text says which. Also after a
-            step that was broken off, until the next session.
+          tf.errors.InvalidArgumentError: When run, if a rank was lost, or has left: the text says which. Also after an
+            aborted step, until the next session.
         """
         value = tf.convert_to_tensor(value)
         call = _IN_GRAPH
@@ -66,7 +66,7 @@ class AllGather:
             number = count.assign_add(1, read_value=True)
             with tf.control_dependencies([own.enqueue([number, call, tf.io.serialize_tensor(value)])]):
                 answered, values, error = all_ranks.dequeue()
-            # A step that was broken off may have left an answer that nobody has taken.
+            # An aborted step may have left an answer in the queue.
             is_answer = tf.logical_and(tf.equal(error, ""), tf.equal(answered, number))
             check = tf.raw_ops.Assert(condition=is_answer, data=[error, answered, number])
             with tf.control_dependencies([check]):
@@ -76,7 +76,7 @@ class AllGather:
         return [tf.ensure_shape(part, tf.TensorShape(None if rank is None else [None] * rank)) for part in parts]
 
     def reset(self) -> None:
-        """Drops answers that nobody has taken, for a session that this rank is about to enter."""
+        """Drops answers that were not taken, for a session that this rank is about to enter."""
         self._num_eager_calls = 0
         if self._queues is not None:
             _, all_ranks = self._queues
@@ -123,5 +123,5 @@ class AllGather:
 
 
 def _split(gathered: Sequence[bytes]) -> tuple[list[int], list[bytes]]:
-    """The call of each rank, and its value."""
+    """The call number of each rank, and its value."""
     return [_CALL.unpack_from(each)[0] for each in gathered], [each[_CALL.size :] for each in gathered]

@@ -1,6 +1,6 @@
-"""`Assignments`: weights that a program assigns, under a scheme that keeps a second copy of them.
+"""`Assignments`: refuses assignments to weights that a scheme would lose, because it keeps a second copy of them.
 
-The second copy would take their place without a word. So what the scheme cannot take is refused.
+The second copy would silently overwrite the assigned weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_NAMES = 5
 
 
 class Assignments:
-    """Refuses what a program assigns and a scheme would lose; does nothing under a scheme that loses nothing.
+    """Refuses assignments of a program that a scheme would lose. Does nothing under a scheme that keeps them all.
 
     Args:
       scheme: The scheme.
@@ -34,12 +34,12 @@ class Assignments:
         self._is_between_epochs = True
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
-        """A step is traced, or run eagerly. In a custom loop, weights are read before their decay."""
+        """Called when a step is traced, or run eagerly. In a custom loop, weights are read before their decay."""
         if self._watch is not None:
             self._watch.trace, trace.reads_before_decay = trace, not in_fit
 
     def note_created(self, variable: tf.Variable) -> None:
-        """A variable was made in the scope that an optimizer may train."""
+        """Called when a variable was created in the scope that an optimizer may train."""
         if self._watch is not None:
             self._watch.listen([variable])
 
@@ -49,7 +49,7 @@ class Assignments:
             self._watched[group] = self._watch.add(self._scheme.watched(group))
 
     def begin_training(self) -> None:
-        """The scheme has taken what was assigned before a `fit`; notes the weights as `end_epoch` does."""
+        """Called when the scheme has taken assignments from before a `fit`. Keeps the weights as `end_epoch` does."""
         if self._watch is None:
             return
         self._watch.forget()
@@ -57,14 +57,14 @@ class Assignments:
             self._watch.remember()
 
     def end_fit(self) -> None:
-        """A `fit` has ended, also by an error in the middle of an epoch."""
+        """Called when a `fit` has ended, even by an error in the middle of an epoch."""
         self._is_between_epochs = True
 
     def end_epoch(self) -> None:
-        """Notes the weights before callbacks may assign them, unless the scheme takes what they assign.
+        """Keeps the weights before callbacks may assign them, unless the scheme takes such assignments.
 
-        Called before the scheme merges what is in flight, also when a callback evaluates the model within an epoch.
-        Callbacks may evaluate again between two epochs: what they have assigned then is looked at in `begin_epoch`.
+        Called before the scheme merges what is in flight, even if a callback evaluates the model within an epoch.
+        Callbacks may evaluate again between two epochs. `leave_epoch_end` then checks their assignments.
 
         Raises:
           ValueError: If weights were assigned after a step: the merge would overwrite them.
@@ -77,14 +77,14 @@ class Assignments:
             self._watch.remember()
 
     def leave_epoch_end(self, overwritten: Sequence[tf.Variable] = ()) -> None:
-        """An epoch begins, or the last one has ended.
+        """Called when an epoch begins, or the last one has ended.
 
         Args:
-          overwritten: Weights whose assignments count nowhere, also not on one machine.
+          overwritten: Weights whose assignments would not count on a single machine either.
 
         Raises:
-          ValueError: If callbacks have changed weights since the end of the epoch before, and the scheme does not take
-            that.
+          ValueError: If callbacks have changed weights since the end of the previous epoch, and the scheme does not
+            take that.
         """
         if self._watch is None:
             return
@@ -105,12 +105,12 @@ class Assignments:
         self._watch.forget()
 
     def check_step(self, group: Group, trace: StepTrace, *, in_fit: bool) -> None:
-        """Emits the ops that fail if weights were assigned; right before the exchange of a step.
+        """Emits the ops that fail if weights were assigned. Called right before the exchange of a step.
 
         Args:
           group: The group that is about to exchange.
           trace: The step.
-          in_fit: True for a step of `fit`, where `begin_batch` looks at what was assigned between two steps.
+          in_fit: True for a step of `fit`. `begin_batch` then checks assignments between two steps.
         """
         if self._scheme.takes_assignments:
             return
@@ -123,11 +123,14 @@ class Assignments:
             self._check_loop(group, lambda: take(group, trace.before_decay(group.trained)))
 
     def _check_before_update(self, assigned: Sequence[Assigned]) -> None:
-        """Allows for rounding: sharpness-aware minimization takes its assignments back, but not to the bit."""
+        """Refuses assignments unless they are undone before the update, up to rounding.
+
+        Sharpness-aware minimization undoes its assignments in this way.
+        """
         error = self._describe([each.variable for each in assigned], "in a training step, before the update")
         for each in assigned:
             bound = ROUNDING.get(each.at_start.dtype, UNDONE) * tf.reduce_max(tf.abs(each.at_start))
-            # Not <=: a comparison with nan is false, and diverged training is another matter.
+            # Not <=: comparisons with nan are false, so that diverged training is not refused here.
             is_undone = tf.logical_not(tf.reduce_any(tf.abs(each.before_update - each.at_start) > bound))
             if not tf.executing_eagerly():
                 tf.debugging.Assert(is_undone, [error])
@@ -135,7 +138,7 @@ class Assignments:
                 raise ValueError(error)
 
     def _check_loop(self, group: Group, take: Callable[[], tf.Tensor]) -> None:
-        """Of a custom loop only the graph knows when a step begins."""
+        """Checks a custom loop in the graph, which alone knows when a step begins."""
         watched = self._watched[group]
         error = self._describe(group.trained, "between two training steps, some of these") + self._advice
 
@@ -171,7 +174,7 @@ class Assignments:
 
 
 def refusal_in(error: tf.errors.OpError) -> str | None:
-    """The text of the refusal that an operation has failed with; None if it has failed by something else."""
+    """The text of the refusal that an operation has failed with; None if it has failed for another reason."""
     found = re.search(rf"assertion failed: \[({_TEXT}[^\]]*)\]", error.message)
     return None if found is None else found[1].replace("\\'", "'")
 

@@ -1,4 +1,4 @@
-"""`AveragingExchange`: a scheme whose ranks average what they hand out."""
+"""`AveragingExchange`: a scheme whose ranks average the values of each step."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hop_tf.tensors import payloads
 
 
 class AveragingExchange(Exchange, LockStepJoiner):
-    """Averages what each step hands out over the ranks that take part in it, by all-reduce.
+    """Averages the buckets of each step over the ranks that take part in it, by all-reduce.
 
-    What comes back for a step is the mean of its buckets. A rank that has left is not waited for; the mean is then that
+    The result of a step is the mean of its buckets. Ranks do not wait for a rank that has left. The mean is then that
     of the others. `counters` has `communicate_seconds`, spent in all-reduce, and `codec_seconds`, the part of it spent
     on encoding, decoding and adding.
 
     Args:
       context: Membership, packing and buffers of the group.
-      reductions: What averages; a scheme may take turns with several. Default: one, of `context.packing`.
-      codec: What the default one encodes with. Default: nothing.
-      algorithm: That of the default one; see `hop_tf.collectives.get_algorithm`. Default "mesh".
-      admissions: Who takes part from which step on, where ranks that were started again do. Default: they do not.
-      votes_place: In which bucket their votes travel, and where there; see `Admissions.spec`.
-      lead: So many steps after the one in whose mean all ranks know of a newcomer it takes part. Default 1.
+      reductions: The all-reduces to use. Default: one, of `context.packing`.
+      codec: The codec of the default all-reduce. Default: no encoding.
+      algorithm: The algorithm of the default all-reduce; see `hop_tf.collectives.get_algorithm`. Default "mesh".
+      admissions: Admits ranks that were started again. Default: they do not take part.
+      votes_place: The bucket of the votes, and their slice in it; see `Admissions.spec`.
+      lead: Number of steps from the mean in which all ranks know a newcomer to the newcomer's first step. Default 1.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class AveragingExchange(Exchange, LockStepJoiner):
         """The mean of these buckets over the ranks.
 
         Args:
-          number: Of the round: how many times this rank has called before.
+          number: Number of the round: the number of this rank's earlier calls.
           buckets: The buckets.
-          turn: How many means the reduction has made before. Default: `number`.
-          reduction: Which one averages.
-          decides_of: `Outgoing.step` of the values beside which ranks hand out what they decide by, such as votes; see
-            `decide`. Default: nothing is decided.
-          **arguments: Further ones of `AllReduce.mean`.
+          turn: The number of earlier means of the reduction. Default: `number`.
+          reduction: Index of the reduction.
+          decides_of: `Outgoing.step` of the values, if votes or the like travel with them; see `decide`. Default: there
+            is nothing to decide.
+          **arguments: Further arguments of `AllReduce.mean`.
 
         Returns:
           An array for each bucket, which the caller may write to.
 
-        Blocks: until all ranks that take part have handed out theirs.
+        Blocks: until all ranks that take part have sent their buckets.
         """
         start = time.perf_counter()
         if decides_of is not None and self.admissions is not None:
@@ -107,7 +107,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, number + 1)
         if decides_of is not None:
-            # Several may be under way.
+            # Several means may be in flight.
             self._membership.wait_until(lambda: self._num_decided >= decides_of, timeout_seconds=math.inf)
             self.decide(decides_of, means)
             with self._membership.monitor:
@@ -116,9 +116,9 @@ class AveragingExchange(Exchange, LockStepJoiner):
         return means
 
     def decide(self, number: int, means: Sequence[np.ndarray]) -> None:
-        """Decides by the mean of what ranks have handed out for it, and puts the result in its place: admits newcomers.
+        """Admits newcomers by the mean of the ranks' votes, and replaces the votes in `means` by the decision.
 
-        Called in the order of `Outgoing.step`, which is the number.
+        Called in the order of `number`, which is `Outgoing.step`.
         """
         if self.admissions is not None:
             bucket, where = self._votes_place
@@ -128,7 +128,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
             means[bucket][where] = decided.ravel()
 
     def choose_meeting(self, number: int) -> int:
-        """The step before which all ranks meet those whom they admit by the mean of this number."""
+        """The step before which all ranks meet the newcomers that they admit by the mean of this number."""
         return self.steps_of(number).start + self._lead
 
     def _takes_part(self, rank: int, number: int) -> bool:
@@ -179,7 +179,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
 
 
 def with_values(buckets: Sequence[np.ndarray], place: tuple[int, slice], values: np.ndarray) -> list[np.ndarray]:
-    """The buckets with these values in one place, as `Packing.place` tells it. A bucket without it is not copied."""
+    """The buckets with these values in one place, as of `Packing.place`. Only that bucket is copied."""
     buckets, (bucket, where) = list(buckets), place
     buckets[bucket] = buckets[bucket].copy()
     buckets[bucket][where] = values.ravel()

@@ -1,4 +1,4 @@
-"""Parts that all strategies share whose ranks choose settings by times: see `hop_tf.runtime.autotuning`."""
+"""Common parts of strategies whose ranks choose settings by times: see `hop_tf.runtime.autotuning`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hop_tf.keras_hook.determinism import is_deterministic
 from hop_tf.records import Recorder
 from hop_tf.runtime.ways import Way
 
-# Why nothing is chosen, for `tell_choice`.
+# The reason for choosing nothing, for `tell_choice`.
 NO_TIMES = "operations are deterministic, so nothing is chosen by times"
 
 
 class Choosable(Protocol):
-    """Settings of which ranks may choose some."""
+    """Settings, some of which ranks may choose."""
 
     def without_times(self) -> Choosable:
-        """The settings that ranks begin with, if nothing is to be chosen by times."""
+        """The settings that ranks begin with, fixed."""
 
 
 _Settings = TypeVar("_Settings", bound=Choosable)
@@ -33,11 +33,11 @@ def refuse_late_determinism(settings: Choosable, *, chooses: bool) -> None:
     """Refuses settings that ranks choose, if operations have become deterministic since the strategy was made.
 
     Args:
-      settings: Those of the strategy.
-      chooses: Whether ranks choose some of them.
+      settings: The settings of the strategy.
+      chooses: True if ranks choose some of them.
 
     Raises:
-      ValueError: If they do, and TensorFlow's operations must be deterministic.
+      ValueError: If ranks choose settings, and TensorFlow's operations must be deterministic.
     """
     if chooses and is_deterministic():
         raise ValueError(
@@ -60,14 +60,14 @@ def _written(value: object) -> object:
 
 
 def tell_choice(recorder: Recorder | None, way: Way, text: str, *, call: str, is_chief: bool, **others: int) -> None:
-    """Records what ranks have chosen. The chief says it on stderr, too.
+    """Records the settings that ranks have chosen. The chief also prints them to stderr.
 
     Args:
-      recorder: That of this rank, if it has one.
-      way: How ranks average.
-      text: What its step takes, or why it was taken.
+      recorder: This rank's recorder, if it has one.
+      way: The way in which ranks average.
+      text: The duration of its step, or the reason for the choice.
       call: The call that keeps these settings.
-      is_chief: Whether this rank is the chief.
+      is_chief: True if this rank is the chief.
       **others: Other settings that were chosen.
     """
     if recorder is not None:

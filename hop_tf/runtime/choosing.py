@@ -1,4 +1,4 @@
-"""`choose`: the rule by which settings are chosen that make a step shorter, and change training.
+"""`choose`: the rule for choosing settings that make a step shorter, and may change training.
 
 Ranks apply it to measured times (`hop_tf.runtime.autotuning`), and `hop_tf plan` and `diagnose` to predicted ones.
 """
@@ -15,10 +15,10 @@ RESOLUTION = 0.05
 
 
 def algorithms_to_try(algorithm: str, world_size: int) -> list[str]:
-    """The algorithms of an all-reduce that an argument stands for. Ranks begin with the first one.
+    """The algorithms of an all-reduce that an argument stands for. Ranks begin with the first.
 
     Args:
-      algorithm: `AUTO`, or one that is given.
+      algorithm: `AUTO`, or the name of an algorithm.
       world_size: Number of ranks.
     """
     if algorithm != AUTO:
@@ -32,15 +32,15 @@ def choose(
     change: Callable[[object], object],
     least_seconds: Callable[[object], float] | None = None,
 ) -> object:
-    """The candidate that is worth what it changes.
+    """The candidate whose speed is worth its change of training.
 
     Args:
-      candidates: Those that change training least come first.
+      candidates: The candidates. Those that change training least come first.
       seconds: The duration of a candidate's step.
-      change: What it changes of training. If that is the same for two candidates, the later one need only be faster by
-        `RESOLUTION`, else by `WORTHWHILE`.
-      least_seconds: What its step takes at least, where durations vary: others have to be faster than that. Default:
-        `seconds`.
+      change: The change of training by a candidate. If two candidates have the same, the later one has to be faster by
+        `RESOLUTION`, otherwise by `WORTHWHILE`.
+      least_seconds: The least duration of a candidate's step, if durations vary. Later candidates have to be faster
+        than that. Default: `seconds`.
     """
     least_seconds = least_seconds or seconds
     best = candidates[0]

@@ -317,7 +317,7 @@ class Curves:
         """Returns the points of the next report.
 
         Args:
-          report: What `ExchangeStrategy.report` returns.
+          report: A report of `ExchangeStrategy.report`.
 
         Returns:
           A point for each curve. The first report is relative to zero. Without a step since the last report there is

@@ -1,12 +1,11 @@
-"""`EpochAgreement`: what ranks tell each other at the end of an epoch.
+"""`EpochAgreement`: ranks exchange values at the end of an epoch.
 
-Where a rank is in a `fit` is its *position*: the number of steps that it has made. A rank that has ended its epoch
-announces its position with a value, and waits until each other rank has announced the same position or passes it.
+A rank's *position* in a `fit` is the number of steps that it has made. A rank that has ended its epoch announces its
+position with a value. Then it waits until each other rank has announced the same position, or is beyond it.
 
 A rank that waits takes no step. Another rank may need that step to end its own epoch, which is longer. Both would wait
-for ever. So each announcement carries the rounds that the rank has made of each exchange. A rank that begins a further
-round is beyond that position, and says so at once. Data of unknown length needs nothing else: no rank has to know in
-advance how long an epoch is.
+forever. So each announcement carries the rounds that the rank has made of each exchange. A rank that begins a further
+round is beyond that position, and says so at once. So ranks need not know in advance how long an epoch is.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ QUEUE = "epochs"
 
 # The kind of a message, and a number. A value is followed by the rounds that its sender has made, as JSON.
 _HEAD = struct.Struct("<Bq")
-_NEVER = 1 << 62  # The number of what a rank announces when it announces nothing more.
+_NEVER = 1 << 62  # The number of a rank's last announcement: beyond all positions.
 
 
 class _Kind(enum.IntEnum):
@@ -38,7 +37,7 @@ class _Kind(enum.IntEnum):
 
 
 class Moment(enum.IntEnum):
-    """What ranks agree on at one position, in this order."""
+    """The subjects that ranks agree on at one position, in this order."""
 
     METRICS = 0
     STATES = 1
@@ -53,19 +52,19 @@ def _number_of(position: int, moment: int) -> int:
 class EpochAgreement:
     """Brings each rank the values of the ranks that are at the same position.
 
-    A rank that has left is not awaited. A process that joins the running session takes no part.
+    Ranks do not wait for a rank that has left. A process that joins the running session takes no part.
 
     Args:
       membership: Waiting and transport.
-      rounds_made: Returns how many rounds this rank has made of each exchange, by name.
+      rounds_made: Returns the number of rounds that this rank has made of each exchange, by name.
       has_begun: Given such a mapping of another rank, True if this rank has begun a round that the other one has not
         made. May be called from any thread.
 
     Attributes:
       takes_part: True if this rank agrees with others in the running session. All ranks or none must do so.
-      is_asked: True if a rank waits for this one, which was not beyond that rank's position when it was asked. Who
-        begins a round then calls `look_again`.
-      sent_rounds: For the message with which this rank leaves: the number behind its last announcement.
+      is_asked: True if a rank waits for this one, which was not beyond that rank's position when it was asked. A thread
+        that begins a round then calls `look_again`.
+      sent_rounds: For the message with which this rank leaves: the number after its last announcement.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class EpochAgreement:
         self._asking: dict[int, tuple[int, Mapping[str, int]]] = {}  # By rank: its number, and its rounds.
         self._incarnations: dict[int, int] = {}
         self.takes_part = self.is_asked = False
-        self.sent_rounds = self._announced = 0  # The second one counts what is about to be sent, too.
+        self.sent_rounds = self._announced = 0  # `_announced` includes a value that is about to be sent.
         self._queue.start(self._on_message)
 
     def reset(self, session: int, *, takes_part: bool) -> None:
@@ -100,16 +99,16 @@ class EpochAgreement:
             self.sent_rounds = self._announced = 0
 
     def begin(self) -> None:
-        """Tells the others that this rank takes part: those that do not raise."""
+        """Tells the others that this rank takes part. A rank that does not take part then raises."""
         self._tell_all(_Kind.BEGIN, 0)
 
     def agree(self, position: int, moment: Moment, value: bytes) -> dict[int, bytes]:
-        """The values of all ranks that are at this position, by rank and in the order of ranks; this one's included.
+        """The values of all ranks at this position, this rank's included: by rank, in the order of ranks.
 
         Args:
-          position: How many steps this rank has made; not less than in the call before.
+          position: Number of steps that this rank has made; at least that of the previous call.
           moment: The moment at this position; later than that of an earlier call there.
-          value: Of this rank.
+          value: The value of this rank.
 
         Blocks: until each other rank has announced this position, is beyond it, or has left.
 
@@ -117,7 +116,7 @@ class EpochAgreement:
           HopError: As `Membership.wait` does.
         """
         number = _number_of(position, moment)
-        with self._membership.monitor:  # What is announced answers those that wait for less.
+        with self._membership.monitor:  # The announcement answers ranks that wait for this number or an earlier one.
             self._asking = {rank: asked for rank, asked in self._asking.items() if asked[0] > number}
             self.is_asked = bool(self._asking)
             self._announced = number + 1
@@ -125,7 +124,7 @@ class EpochAgreement:
         self._tell_all(_Kind.VALUE, number, rounds, value)
         self.sent_rounds = number + 1
         received = self._values[number]
-        with contextlib.suppress(LeftBehind):  # Then it agrees with those that it has heard.
+        with contextlib.suppress(LeftBehind):  # Then this rank agrees with those that it has heard.
             self._membership.wait(
                 lambda: [rank for rank in self.others if rank not in received and self._may_announce(rank, number)],
                 operation="agree at the end of an epoch",
@@ -138,7 +137,7 @@ class EpochAgreement:
         return values
 
     def end(self) -> None:
-        """This rank announces nothing more: it may have to wait for others, which must not wait for it."""
+        """Ends this rank's announcements: it may still have to wait for others, which must not wait for it."""
         self._tell_all(_Kind.REACHED, _NEVER)
 
     def has_ended(self, rank: int) -> bool:
@@ -147,7 +146,7 @@ class EpochAgreement:
         return is_new or self._reached[rank] == _NEVER
 
     def look_again(self) -> None:
-        """Tells the ranks that wait for this one, where this one is beyond them by now. Called from any thread."""
+        """Answers the ranks whose positions this rank, for which they wait, has passed. Called from any thread."""
         with self._membership.monitor:
             passed = [rank for rank, (_, rounds) in self._asking.items() if self._has_begun(rounds)]
             numbers = {rank: self._asking.pop(rank)[0] for rank in passed}
@@ -161,10 +160,10 @@ class EpochAgreement:
 
     def _tell_beyond(self, rank: int, number: int) -> None:
         reached = _number_of(number // len(Moment) + 1, 0)
-        with self._membership.monitor:  # That rank goes on, and is not awaited here either.
+        with self._membership.monitor:  # `rank` goes on after this message, so this rank must not wait for it either.
             self._reached[rank] = max(self._reached[rank], reached)
             self._membership.monitor.notify_all()
-        # That this rank leaves meanwhile must not end a thread that takes messages.
+        # Not interruptible: if this rank leaves meanwhile, the thread that takes messages must go on.
         self._tell(rank, _Kind.REACHED, reached, interruptible=False)
 
     def _tell_all(self, kind: _Kind, number: int, rounds: bytes = b"", value: bytes = b"") -> None:
@@ -208,8 +207,8 @@ class EpochAgreement:
         self._reached[sender] = max(self._reached[sender], number + 1)
         if number + 1 >= self._announced:
             self._values[number][sender] = value
-        if number < self._announced:  # That is an answer to the sender.
+        if number < self._announced:  # The announcement answers the sender.
             return None
-        # In this order: a thread that begins a round first says so, and looks then whether it is asked.
+        # In this order: a thread that begins a round first records it, and then checks if this rank is asked.
         self._asking[sender], self.is_asked = (number, rounds), True
         return self.look_again if self._has_begun(rounds) else None

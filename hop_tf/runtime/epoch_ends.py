@@ -1,4 +1,4 @@
-"""`EpochEnds`: what ranks agree on when an epoch of `fit` ends: its metrics, and if they stop."""
+"""`EpochEnds`: ranks agree on metrics, and on stopping, when an epoch of `fit` ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hop_tf.runtime.epoch_agreement import EpochAgreement, Moment
 from hop_tf.runtime.metrics import EpochMetrics, as_log, means_of, numeric, sums_of
 from hop_tf.runtime.stop_agreement import StopAgreement
 
-VALIDATION = "val_"  # How names of metrics begin that are not of training.
+VALIDATION = "val_"  # The prefix of the names of validation metrics.
 
 
 class EpochEnds:
@@ -22,12 +22,12 @@ class EpochEnds:
 
     Args:
       membership: Waiting.
-      agreement: With the ranks at the same position.
-      stops: On the last step.
+      agreement: The agreement with the ranks at the same position.
+      stops: The agreement on the last step.
 
     Attributes:
-      agrees: True if this rank agrees on metrics with others in the running `fit`. All ranks do then, but for one that
-        has joined.
+      agrees: True if this rank agrees on metrics with others in the running `fit`. All ranks then do, except a rank
+        that has joined.
       stops_together: True if all ranks stop after the same step, too.
     """
 
@@ -40,70 +40,70 @@ class EpochEnds:
 
     def _begin_fit(self) -> None:
         self._model: keras.Model | None = None
-        self._states: tuple[int, MetricStates] | None = None  # And when: after how many steps that had begun.
-        self._num_before = self._num_made = 0  # Steps in the `fit`: before the epoch, and by now.
-        self._num_begun = 0  # Also those for which no data was left.
+        self._states: tuple[int, MetricStates] | None = None  # With the number of steps begun at that time.
+        self._num_before = self._num_made = 0  # Steps made in the `fit`: before the epoch, and by now.
+        self._num_begun = 0  # Includes steps for which no data was left.
         self._num_begun_before = 0  # Before the epoch.
-        self._agreed_at = -1  # The last position.
-        self._has_agreed = self._has_warned = False  # The first one: in this epoch.
+        self._agreed_at = -1  # The last position of an agreement.
+        self._has_agreed = self._has_warned = False  # In this epoch; in this `fit`.
 
     def begin_fit(self, *, agrees: bool, in_lock_step: bool) -> None:
-        """A `fit` begins; `agrees` is False for a rank that joins."""
+        """Called when a `fit` begins. `agrees` is False for a rank that joins."""
         self._begin_fit()
         self.agrees, self.stops_together = agrees, agrees and in_lock_step
 
     def end_agreement(self) -> None:
-        """This rank was left behind, and is to join the others: it agrees with them no more in this `fit`."""
+        """Called when this rank was left behind. It no longer agrees with the others in this `fit`."""
         self.agrees = self.stops_together = False
 
     def begin_training(self, model: keras.Model | None) -> None:
-        """The first step is about to be made; None in a custom loop."""
+        """Called before the first step. `model` is None in a custom loop."""
         self._model = model
         if self.agrees:
             self._agreement.begin()
 
     def end_fit(self) -> None:
-        """All steps are made, or the `fit` has failed."""
+        """Called when all steps are made, or the `fit` has failed."""
         self.agrees = self.stops_together = False
         self._model = self._states = None
 
     def finish_training(self) -> None:
-        """This rank makes no further step: the others do not wait for it any more."""
+        """Called when this rank makes no further step. The others no longer wait for it."""
         if self.agrees:
             self._agreement.end()
 
     # Metrics.
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
+        """Called when an epoch begins."""
         self._num_before, self._num_begun_before = self._num_made, self._num_begun
         self._has_agreed = False
 
     def note_metrics(self, model: keras.Model) -> None:
-        """The steps of an epoch are made: what follows may reset the metrics of this model."""
+        """Keeps the metrics of an epoch whose steps are made, before they may be reset."""
         if not self.agrees or model is not self._model:
             return
         if self._states is None or self._states[0] != self._num_begun:
             self._states = self._num_begun, MetricStates(model)
 
     def end_epoch(self, logs: dict, num_steps: int, *, weight: float, has_step: bool) -> None:
-        """Before callbacks hear of an epoch's end: puts the metrics over all ranks into `logs`, and looks if it stops.
+        """Puts the metrics over all ranks into `logs`, and checks if training stops. Called before the callbacks.
 
         Args:
-          logs: This rank's.
-          num_steps: How many steps the epoch had, by Keras's count: it takes each execution of several steps for full.
-          weight: What this rank weighs in means.
-          has_step: False if all steps were passed over: then its metrics of training count for nothing.
+          logs: This rank's metrics.
+          num_steps: Number of steps of the epoch, by Keras's count: each execution of several steps counts as full.
+          weight: This rank's weight in means.
+          has_step: False if all steps were skipped. This rank's training metrics then do not count.
         """
         self._num_made = self._num_before + min(num_steps, self._num_begun - self._num_begun_before)
-        self._stops.end_epoch(self._num_made)  # Before it is compared or told.
+        self._stops.end_epoch(self._num_made)  # Before the count is compared or sent.
         if self.agrees and self._agreed_at < self._num_made:
             self._average(logs, weight, has_step)
         if self.stops_together and self._stops.is_asked:
             self._model.stop_training = self._stops.is_reached()
 
     def _average(self, logs: dict, weight: float, has_step: bool) -> None:
-        if self._model.stop_training and not self.stops_together:  # The others go on, and do not come here.
+        if self._model.stop_training and not self.stops_together:  # The others continue, and do not agree here.
             self.agrees = False
             self._agreement.end()
             return
@@ -152,8 +152,8 @@ class EpochEnds:
     # Stop requests.
 
     def begin_steps(self, number: int) -> bool:
-        """The next steps are about to begin; False if this rank has to stop before them."""
-        if self._model is None:  # Keras looks at the first batch, to build the model from it.
+        """Called when the next steps are about to begin. Returns False if this rank has to stop before them."""
+        if self._model is None:  # Keras takes the first batch, to build the model from it.
             return True
         if self.stops_together and not self._stops.begin_steps(number):
             self._model.stop_training = True
@@ -162,13 +162,13 @@ class EpochEnds:
         return True
 
     def ask_to_stop(self) -> None:
-        """A callback has stopped the training in the middle of an epoch: this rank goes on until all stop."""
+        """Called when a callback has stopped training in the middle of an epoch. This rank continues until all stop."""
         if self.stops_together:
             self._model.stop_training = False
             self._stops.ask()
 
     def agree_to_stop(self) -> None:
-        """The callbacks have heard of the epoch's end: if one has stopped the training, on any rank, all stop."""
+        """Called after the callbacks at the end of an epoch. If one has stopped training on any rank, all stop."""
         if not self.agrees:
             return
         wants = self._model.stop_training or self._stops.is_asked
@@ -176,13 +176,13 @@ class EpochEnds:
             received = self._agreement.agree(self._num_made, Moment.STOP, bytes([wants]))
             wants = any(map(any, received.values()))
         if wants and self.stops_together:
-            # Ranks that are elsewhere, in a longer epoch, have to hear of it.
+            # Ranks in a longer epoch have to hear of it.
             self._stops.ask()
             wants = self._stops.is_reached()
         self._model.stop_training = wants
 
 
 def _are_alike(value: object, result: np.ndarray) -> bool:
-    """True if a log is what the metric's state says. A `train_step` may return something else by the same name."""
+    """True if a log equals the metric's result. A `train_step` may return another value by the same name."""
     value = np.asarray(value)
     return value.shape == result.shape and np.allclose(value, result, rtol=1e-5, atol=0.0, equal_nan=True)

@@ -1,9 +1,9 @@
-"""`Exchange`: what a scheme is made of, and the bridge between it and the training graph.
+"""`Exchange`: a scheme's communication, and the bridge between it and the training graph.
 
 In the graph, once a step: pack -> encode, if the scheme does -> `outbox` ... `results` -> use. Both are TensorFlow FIFO
 queues in this process. A communication thread takes from the outbox, runs the scheme's `Exchange.step`, and puts into
-the result queue. As the graph is dataflow, what was put into the outbox at the start of a step travels while the step
-computes, and the result is waited for only where it is used.
+the result queue. In a dataflow graph, an operation waits only for its inputs. So values that enter the outbox at the
+start of a step travel while the step computes. Only the operations that use the result wait for the result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hop_tf.tensors.fifo import dequeue, enqueue_arrays
 from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.tensors.packing import Packing
 
-# Segments of what is no step: a rank that was started again asks where the others are; ranks in lock step meet it.
+# Segments that are no part of a step: a restarted rank asks for the others' position, or synchronous ranks meet it.
 CATCH_UP, MEETING = -1, -2
 
 _END_OF_SESSION = -1
@@ -36,9 +36,9 @@ _POISON = -1
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """Values that the graph hands out: step, segment of the step (0 where there is one), and one flat array per bucket.
+    """Values that the graph submits: step, segment of the step (0 if there is only one), and a flat array per bucket.
 
-    The arrays share memory with tensors: they are read-only. They are what `Exchange.emit_encode` makes of the buckets.
+    The arrays share memory with tensors, and are read-only. They are the outputs of `Exchange.emit_encode`.
     """
 
     step: int
@@ -50,9 +50,9 @@ class Outgoing:
 class Incoming:
     """The answer to an `Outgoing` of the same step. The graph gets answers in order.
 
-    The segment is that of the `Outgoing`, unless the scheme gives back more. `Exchange.parts` has the packing of its
-    buckets. The arrays are handed over to TensorFlow: nobody writes to them afterwards. The training steps that
-    follow may be passed over: the next `Outgoing` then has the number `step + 1 + num_skipped`.
+    The segment is that of the `Outgoing`, unless the scheme returns more. `Exchange.parts` has the packing of its
+    buckets. TensorFlow takes over the arrays. Do not modify them afterwards. The training steps that follow may be
+    skipped: the next `Outgoing` then has the number `step + 1 + num_skipped`.
     """
 
     step: int
@@ -65,11 +65,11 @@ class Exchange(abc.ABC):
     """A scheme's communication for one group of variables: plain Python over arrays, queues and `Membership.wait`.
 
     Attributes:
-      max_in_flight: How many elements the graph may hand out before it takes the first one's result.
-      num_threads: How many calls of `step` may be under way at the same time. Their results are delivered in order.
-      parts: Where each segment of a step holds some of the variables only: their packings. Otherwise empty.
-      step_offset: How many steps the others have made without this rank: its step k is their step k + step_offset.
-        `fit` passes over the batches of these steps.
+      max_in_flight: Number of elements that the graph may submit before it takes the first one's result.
+      num_threads: Number of calls of `step` that may run at the same time. Their results are delivered in order.
+      parts: The packings of a step's segments, if each segment holds some of the variables only. Otherwise empty.
+      step_offset: Number of steps that the others have made without this rank: its step k is their step
+        k + step_offset. `fit` skips the batches of these steps.
     """
 
     max_in_flight: int = 1
@@ -78,11 +78,11 @@ class Exchange(abc.ABC):
     parts: Sequence[Packing] = ()
 
     def steps_of(self, number: int) -> range:
-        """The training steps that are handed out as `Outgoing.step` of this number. Default: that one."""
+        """The training steps that are submitted with `Outgoing.step` equal to `number`. Default: that step."""
         return range(number, number + 1)
 
     def number_of(self, step: int) -> int:
-        """The `Outgoing.step` that a training step is, or will be, a part of. Default: the same."""
+        """The `Outgoing.step` that a training step is, or will be, a part of. Default: the same number."""
         return step
 
     @abc.abstractmethod
@@ -90,70 +90,70 @@ class Exchange(abc.ABC):
         """Forgets everything and prepares for step 0 of `session`. Other ranks may send as soon as it has returned."""
 
     def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Emits the ops that shorten what the graph hands out, on the device that it is on. Default: none.
+        """Emits the ops that shorten the graph's values, on their device. Default: none.
 
         Args:
           segment: The segment.
           buckets: Its buckets.
 
         Returns:
-          What `Outgoing` gets in their place: vectors of the same types, and of any length.
+          The vectors that `Outgoing` gets instead: of the same types, and of any length.
         """
         del segment
         return buckets
 
     @abc.abstractmethod
     def step(self, outgoing: Outgoing) -> Incoming | None:
-        """Runs the scheme for one step; called once for every `Outgoing`, and, on one thread, in order.
+        """Runs the scheme for one step. Called once for every `Outgoing`; in order, if there is only one thread.
 
         Blocks: on peers, by `Membership.wait`.
 
         Returns:
-          What the graph gets back; None where that comes with a later segment.
+          The result for the graph; None if that comes with a later segment.
 
         Raises:
-          HopError: What a peer did or failed to do.
+          HopError: If a peer fails, or breaks the protocol.
           Interrupted: If this rank leaves the session.
         """
 
     @abc.abstractmethod
     def no_op(self, outgoing: Outgoing) -> Incoming | None:
-        """The result that changes nothing, for a step whose waiting was interrupted; None where `step` gives that."""
+        """The result that changes nothing, for a step whose waiting was interrupted; None where `step` returns None."""
 
     @property
     @abc.abstractmethod
     def sent_rounds(self) -> int:
-        """How many rounds of the running session this rank has sent. When it has left, nobody waits for later ones.
+        """The number of rounds of the running session that this rank has sent. Others never wait for later ones.
 
-        A round is what others wait for by its number, see `Membership.delivers`: the updates of a step, or the mean of
-        a segment, a window or a whole `fit`. Where nobody waits for another rank it is whatever a step sends.
+        Others wait for a round by its number, see `Membership.delivers`. A round is the updates of a step, or the mean
+        of a segment, a window or a whole `fit`. If no rank waits for another, a round is all that a step sends.
         """
 
     def goes_on_with(self, server: int) -> bool:
-        """Whether it can do without what a parameter server knew of it that was started again."""
+        """True if the exchange can continue although a restarted parameter server has lost its state."""
         del server
         return False
 
     def counters(self) -> Mapping[str, float]:
-        """What `strategy.report()` shows beside the common counters: the sums over all groups that were and are."""
+        """Counters for `strategy.report()`, added to the common ones: the sums over all past and present groups."""
         return {}
 
     def gauges(self) -> Mapping[str, float]:
-        """What it shows of this moment: the largest of the groups that are."""
+        """Present values for `strategy.report()`: the maximum over the present groups."""
         return {}
 
     def outcomes(self) -> Mapping[str, int]:
-        """What has become of updates since this was made, by the names of `hop_tf.records.events.OUTCOMES`.
+        """Counts of what became of updates so far, by the names of `hop_tf.records.events.OUTCOMES`.
 
-        How many steps were passed over need not be told: `Incoming.num_skipped` has.
+        Skipped steps need not be included: `Incoming.num_skipped` counts them.
         """
         return {}
 
     def settle(self, deadline: float) -> None:
-        """Waits until nobody can need what this rank has, whose process is about to end. Default: nobody can.
+        """Waits until no rank needs anything from this exchange, which is about to end. Default: does not wait.
 
         Args:
-          deadline: On the monitor's clock. It waits no longer.
+          deadline: The latest end of the wait, on the monitor's clock.
         """
 
     def close(self) -> None:
@@ -163,20 +163,20 @@ class Exchange(abc.ABC):
 class ExchangeRunner:
     """Runs an `Exchange` on communication threads, behind two TensorFlow queues.
 
-    Failures never close a queue, which Keras would take for the end of the data: they travel through the result queue
-    as a poison element and are raised by an assertion in the graph.
+    Failures never close a queue, because Keras would take that for the end of the data. They travel through the result
+    queue as a poison element, and an assertion in the graph raises them.
 
     Args:
-      name: Names the threads.
-      packing: The buckets that go out, and come back.
+      name: Name of the threads.
+      packing: The buckets that are sent and received.
       exchange: The scheme.
-      on_error: Called on a communication thread with whatever `Exchange.step` raised.
-      joining: Hears of every step; answers to the segments `CATCH_UP`, where the step is the number of those passed
-        over, and `MEETING`, where it is the one that follows.
-      on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before they
-        are handed to the scheme. It may raise.
-      recorder: Told of the steps; None: nobody is.
-      epochs: Looks again when a step begins, if it is asked where this rank is. None: nobody does.
+      on_error: Called on a communication thread with an exception that `Exchange.step` raised.
+      joining: Hears of every step, and answers the segments `CATCH_UP` and `MEETING`. With `CATCH_UP`, the step is the
+        number of skipped steps; with `MEETING`, it is the step that follows.
+      on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before the
+        scheme gets the values. May raise.
+      recorder: Records the steps, or None.
+      epochs: Checks, when a step begins, if another rank waits for this one; or None.
 
     Attributes:
       begun_step: The last step of the session that a thread has taken; -1 if there is none.
@@ -202,22 +202,22 @@ class ExchangeRunner:
         self._on_error = on_error
         self._on_nonfinite = on_nonfinite
         self._recorder = recorder
-        # At the end of the step before, where that is recorded.
+        # At the end of the previous step, if that is recorded.
         self._outcomes: Mapping[str, int] = {}
         self._is_counting = False
         self._quiet = threading.Event()
         self._interrupted = False
-        # The number of what has failed, and why; the earliest, where several have.
+        # The number of the earliest element that has failed, and its error.
         self._failure: tuple[int, BaseException] | None = None
         self.begun_step = -1
-        self._begun_step: int | None = None  # Also what goes by the number of a step, and is none.
+        self._begun_step: int | None = None  # Also of elements that are no step.
         self._begun_segments: set[int] = set()
         self._taking = threading.Lock()
         self._num_taken = 0
         self._putting = threading.Condition()
         self._num_put = 0
         with tf.init_scope(), tf.device("/cpu:0"):
-            # There is room for the marker that ends a session.
+            # With room for the marker that ends a session.
             capacity = exchange.max_in_flight + 1
             self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.bool, *packing.dtypes])
             self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
@@ -240,9 +240,9 @@ class ExchangeRunner:
         Args:
           step: int64 scalar.
           segment: Index of the segment.
-          buckets: One flat tensor per bucket of the packing, or what `Exchange.emit_encode` makes of it.
-          are_finite: Whether the values are; bool scalar. None: they are. It travels with the values: an operation that
-            looks at it here, and has an effect, would have to wait for others of the step that have one.
+          buckets: One flat tensor per bucket of the packing, or the outputs of `Exchange.emit_encode`.
+          are_finite: bool scalar, true if the values are finite; None if they are. It travels with the values: an
+            operation with a side effect that checks it here would have to wait for other such operations of the step.
 
         Returns:
           The op. It blocks its step, not the process, while an earlier step is not taken yet.
@@ -260,16 +260,16 @@ class ExchangeRunner:
           sizes: Elements of each bucket.
 
         Returns:
-          One flat tensor per bucket, and int64 scalar `Incoming.num_skipped`. Their consumers wait, for as long as the
+          One flat tensor per bucket, and int64 scalar `Incoming.num_skipped`. Their consumers wait as long as the
           scheme does.
 
         Raises:
-          tf.errors.InvalidArgumentError: When executed, if the scheme failed; the text is the failure's.
+          tf.errors.InvalidArgumentError: When executed, if the scheme failed. The text is the failure's.
         """
         with tf.device("/cpu:0"):
             got_step, got_segment, num_skipped, error, *buckets = self._results.dequeue()
             in_order = tf.logical_and(tf.equal(got_step, step), tf.equal(got_segment, segment))
-            # Not `tf.debugging.Assert`: the branches that it makes to spare a GPU the texts take long to trace.
+            # Not `tf.debugging.Assert`, which makes branches to keep texts off a GPU: these take long to trace.
             check = tf.raw_ops.Assert(condition=in_order, data=[error, got_step, step], summarize=1)
             with tf.control_dependencies([check]):
                 buckets = [tf.identity(bucket) for bucket in buckets]
@@ -279,10 +279,10 @@ class ExchangeRunner:
             bucket.set_shape([size])
         return buckets, num_skipped
 
-    # Around it.
+    # Outside of the graph.
 
     def quiesce(self, timeout_seconds: float) -> None:
-        """Waits until all that was submitted is answered, and drops results that nobody has taken.
+        """Waits until everything submitted is answered, and drops results that the graph has not taken.
 
         Raises:
           HopError: If the scheme does not come to rest in time.
@@ -313,7 +313,7 @@ class ExchangeRunner:
 
     @runs_on_host
     def _run(self) -> None:
-        # No name here may keep a step's arrays alive while the next one is awaited: they can be large.
+        # No name here may keep a step's arrays, which can be large, alive while the thread waits for the next step.
         try:
             while True:
                 self._answer(*self._take())
@@ -321,7 +321,7 @@ class ExchangeRunner:
             pass  # `close` closed the queues.
 
     def _take(self) -> tuple[int, Outgoing, bool, bool]:
-        """What was handed out, its number, whether it is a step to be made, and whether its values are finite."""
+        """Takes an element. Returns its number, the element, True if it is to be run, and True if values are finite."""
         with self._taking:
             step, segment, are_finite, *buckets = map(np.asarray, dequeue(self._outbox))
             outgoing = Outgoing(int(step), int(segment), tuple(buckets))
@@ -338,7 +338,7 @@ class ExchangeRunner:
             self._begun_step = outgoing.step
             self._begun_segments.clear()
         if outgoing.segment in self._begun_segments:
-            return False  # Begun once more: the first time the data had ended, and nobody took the result.
+            return False  # A repeated step: the first time, the data had ended, and the result was not taken.
         self._begun_segments.add(outgoing.segment)
         if outgoing.segment >= 0:
             self.begun_step = outgoing.step
@@ -356,7 +356,7 @@ class ExchangeRunner:
         except BaseException as raised:
             self._fail(number, raised)
         with self._in_turn(number):
-            # All that was taken before is answered, so that this is the same whichever thread was faster.
+            # All earlier elements are answered, so that the result does not depend on the threads' speeds.
             if is_step and (failure := self._failure_until(number)) is not None:
                 incoming = Incoming(_POISON, outgoing.segment, self._nothing)
                 error = tf.constant(f"{type(failure).__name__}: {failure}")
@@ -373,13 +373,13 @@ class ExchangeRunner:
         self._on_error(failure)
 
     def _failure_until(self, number: int) -> BaseException | None:
-        """Why this step, or one that was taken before it, has failed: then the scheme lacks what this one builds on."""
+        """The error of this element or an earlier one: after a failure, the scheme lacks what later steps build on."""
         failure = self._failure
         return failure[1] if failure is not None and failure[0] <= number else None
 
     @contextlib.contextmanager
     def _in_turn(self, number: int) -> Iterator[None]:
-        """Waits until what was taken before is answered."""
+        """Waits until all earlier elements are answered."""
         with self._putting:
             self._putting.wait_for(lambda: self._num_put == number - 1)
             try:
@@ -389,13 +389,13 @@ class ExchangeRunner:
                 self._putting.notify_all()
 
     def _put(self, incoming: Incoming, error: tf.Tensor) -> None:
-        # Not constants: it takes long to make these.
+        # Not constants, which take long to create.
         tags = incoming.step, incoming.segment, incoming.num_skipped
         tags = [np.array(tag, dtype) for tag, dtype in zip(tags, (np.int64, np.int32, np.int64), strict=True)]
         enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
 
     def _step(self, outgoing: Outgoing) -> Incoming | None:
-        # Once interrupted it sends nothing more: what bounds the distance between ranks is the waiting.
+        # Sends nothing after an interrupt: without waiting, nothing bounds the distance between ranks.
         if not self._interrupted:
             try:
                 if outgoing.segment == CATCH_UP:
@@ -411,14 +411,14 @@ class ExchangeRunner:
             except Interrupted:
                 self._interrupted = True
         if outgoing.segment in (CATCH_UP, MEETING):
-            # A rank that is left behind once more goes on to pass over steps.
+            # A rank that is left behind again continues to skip steps.
             return self._answer_of(outgoing, int(outgoing.segment == CATCH_UP and self._joining.is_to_begin_again))
         return self._exchange.no_op(outgoing)
 
     def _recorded_step(self, outgoing: Outgoing) -> Incoming | None:
         recorder, begin = self._recorder, time.time()
         is_on, step = recorder.is_on, recorder.step
-        if is_on and not self._is_counting:  # What came of steps that are left out is none of this one's.
+        if is_on and not self._is_counting:  # Excludes the outcomes of steps that are not recorded.
             self._outcomes = self._exchange.outcomes()
         self._is_counting = is_on
         incoming = self._step(outgoing)

@@ -1,4 +1,4 @@
-"""`FinalWeights`: weights that callbacks put in the place of the last step's, when `fit` has ended."""
+"""`FinalWeights`: weights that callbacks assign when `fit` has ended, in place of the last step's."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hop_tf.membership import Membership
 from hop_tf.runtime.rank_collectives import RankCollectives
 
 _CLAIM = "callbacks that may change weights when `fit` has ended"
-# Of Keras's own callbacks, these change weights then.
+# Keras's own callbacks that change weights then.
 _RESTORING = (keras.callbacks.EarlyStopping, keras.callbacks.SwapEMAWeights)
 
 
 class FinalWeights:
-    """Finds out what callbacks have changed in `on_train_end`; in lock step, ranks average it.
+    """Detects weights that callbacks have changed in `on_train_end`. Synchronous ranks average these weights.
 
-    A rank keeps the weights of an epoch's end as it has computed with them. Where ranks hold different weights within
-    `fit`, as under DTS, each would end with its own. Their mean is what merging them at that moment gives.
+    A callback keeps the weights of an epoch's end with which its rank has computed. If ranks hold different weights
+    within `fit`, as under DTS, each would end with its own. Merging at that moment would have given their mean.
 
     Args:
       callbacks: As `fit` takes them.
 
     Attributes:
-      claims: What to claim in the session: if a rank does, all ranks have to agree in the end.
+      claims: The claims for the session. If any rank makes them, all ranks have to agree in the end.
     """
 
     def __init__(self, callbacks: object):
@@ -41,21 +41,21 @@ class FinalWeights:
         self._values: list[tf.Tensor] = []
 
     def is_needed(self, owners: Collection[str]) -> bool:
-        """True if a rank has such callbacks; `owners` are the claims of all ranks."""
+        """True if any rank has such callbacks. `owners` are the claims of all ranks."""
         return _CLAIM in owners
 
     def note(self, variables: Sequence[tf.Variable]) -> None:
-        """Keeps what the strategy leaves: as references, for the time of a few callbacks."""
+        """Keeps the weights that the strategy leaves: as references, until a few callbacks have run."""
         self._variables = [variable for variable in variables if variable.dtype.is_floating]
         self._values = [variable.read_value() for variable in self._variables]
 
     def take_changed(self) -> bool:
-        """Returns whether callbacks have changed a value since `note`; forgets the values."""
+        """Returns True if callbacks have changed a value since `note`. Forgets the values."""
         values, self._values = self._values, []
         return any(not _is_same(variable, value) for variable, value in zip(self._variables, values, strict=True))
 
     def warn(self, rank: int) -> None:
-        """Tells that this rank's weights are its own. Ranks that do not wait for each other cannot agree on others."""
+        """Warns that this rank's weights are its own. Ranks that do not wait for each other cannot agree on weights."""
         logging.warning(
             "rank %d: a callback has put other weights in the place of those that `fit` has ended with, as "
             "EarlyStopping(restore_best_weights=True) does. They are this rank's own. Call "
@@ -68,12 +68,12 @@ class FinalWeights:
     def agree(self, membership: Membership, num_steps: int, collectives: RankCollectives) -> None:
         """Averages the weights over the ranks, if callbacks have changed those of any rank. A collective, after `fit`.
 
-        A rank that has ended early waits for the others here: it has left the session, so that they go on without it.
+        A rank that has ended early waits for the others here. It has left the session, so that they go on without it.
 
         Args:
-          membership: Of this rank.
-          num_steps: How many steps this rank has made.
-          collectives: Of this rank.
+          membership: This rank's membership.
+          num_steps: Number of steps that this rank has made.
+          collectives: This rank's collectives.
         """
         changed = self.take_changed()
         try:
@@ -99,7 +99,7 @@ class FinalWeights:
 
 
 def _wait_for_ends(membership: Membership) -> None:
-    """Waits until all other ranks have left the session; raises PeerLostError unless all of their fits ended well."""
+    """Waits until all other ranks have left the session. Raises PeerLostError unless all of their fits ended well."""
     others = set(range(membership.world_size)) - {membership.rank}
     for rank in others:
         membership.transport.connect(rank)  # From now on its silence counts.
@@ -111,7 +111,7 @@ def _wait_for_ends(membership: Membership) -> None:
 
 
 def _may_change_weights(callback: keras.callbacks.Callback) -> bool:
-    """True unless it is known what `on_train_end` does, and that is something else."""
+    """True unless `on_train_end` is a method of Keras or hop_tf that is known to leave weights as they are."""
     method = callback.on_train_end
     module = getattr(getattr(method, "__func__", method), "__module__", None) or ""
     if not module.startswith(("keras.", "hop_tf.")):

@@ -1,4 +1,4 @@
-"""`FiniteCheck`: tells, once, that this rank sends values that are not finite, or ends the job for that."""
+"""`FiniteCheck`: warns, once, that this rank sends values that are not finite, or raises an error."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hop_tf.membership import Membership
 
 
 class FiniteCheck:
-    """Watches what a rank is about to send: a NaN of one rank soon is one of all.
+    """Checks the values that a rank is about to send: a NaN of one rank soon spreads to all.
 
     Args:
-      membership: The rank among the others.
-      raises: Whether such values are an error, before they are sent. Else a warning tells of the first ones.
+      membership: The rank's membership.
+      raises: True if such values are an error, raised before they are sent. Otherwise the first ones cause a warning.
 
     Attributes:
-      num_steps: In how many steps there were some.
+      num_steps: Number of steps with such values.
     """
 
     def __init__(self, membership: Membership, *, raises: bool):
@@ -29,10 +29,10 @@ class FiniteCheck:
         self._latest: tuple[int, int] | None = None  # Session and step.
 
     def note(self, step: int) -> None:
-        """What is to be sent in a step of the running session has values that are not finite.
+        """Called when a step of the running session is about to send values that are not finite.
 
         Raises:
-          HopError: If that is an error.
+          HopError: If `raises` is set.
         """
         place = self._membership.session, step
         with self._lock:

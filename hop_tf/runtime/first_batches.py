@@ -1,4 +1,4 @@
-"""`FirstBatches`: whether ranks train on the same data."""
+"""`FirstBatches`: checks that ranks train on the same data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HEADER = struct.Struct("<qq")  # The session, and the digest.
 
 
 class FirstBatches:
-    """Compares what the first global batch of a `fit` is on each rank, and warns, once, where they differ.
+    """Compares the first global batch of a `fit` on all ranks, and warns, once, if two ranks differ.
 
-    Nobody waits: each rank tells its parent in the tree of all ranks, which compares when it has its own.
+    No rank waits: each rank tells its parent in the tree of all ranks. The parent compares when it has its own batch.
 
     Args:
-      membership: Whom to tell.
+      membership: This rank's membership.
     """
 
     def __init__(self, membership: Membership):
@@ -36,7 +36,7 @@ class FirstBatches:
             self._of_children.clear()
 
     def note(self, digest: int) -> None:
-        """Notes the digest of a batch, if it is the first one. Does not block; may be called from any thread."""
+        """Records the digest of a batch, if it is the first. Does not block. May be called from any thread."""
         with self._membership.monitor:
             if self._own is not None:
                 return

@@ -23,39 +23,39 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 
 
 class GradientExchange(AveragingExchange):
-    """Averages gradients, segment by segment. Changes of carried variables, and the learning rate, travel beside.
+    """Averages gradients, segment by segment. Changes of carried variables, and the learning rate, travel with them.
 
-    Where ranks have slices of different sizes, each hands out its gradients times its rows, and its rows in segment 0:
+    If ranks have slices of different sizes, each sends its gradients times its rows, and its rows in segment 0:
 
         mean = (sum of rows[r] gradient[r] over r) / (sum of rows[r] over r)
 
-    The sum of the rows is that of the ranks that were there in segment 0. If one is lost between two segments of a
-    step, the later ones are divided by a sum in which it still is, alike on all ranks.
+    The sum of the rows is over the ranks present in segment 0. If a rank is lost between two segments of a step, the
+    divisor of the later segments still includes its rows. The divisor is the same on all ranks.
 
-    The last tensors of the packing are those of `specs_beside`. Where these admit ranks that were started again, the
-    end of a step is `meet_newcomers`.
+    The last tensors of the packing are those of `specs_beside`. If these admit ranks that were started again, a step
+    ends with `meet_newcomers`.
 
-    With `Autotuner.spec` among them, ranks choose by what steps take: one of several ways to average, or a width.
+    If they include `Autotuner.spec`, ranks choose by the durations of steps: a way to average, or a width.
 
     Args:
       context: Membership, packing and buffers of the group.
       members: For each segment, the indices of its variables.
-      ways: How gradients may be averaged. Several need `Autotuner.spec`.
-      widths: As of `Autotuner`. Default: 1 only.
-      tell: As of `Autotuner`. Default: nobody is told.
-      adopts_rate: Whether the first rank's learning rate can take the place of a rank's own. Default: where weights
-        have not decayed by that one before. Never where the rate has a schedule.
-      delay: How many steps late a mean is applied. Default 0.
+      ways: The ways to average gradients. Several need `Autotuner.spec`.
+      widths: See `Autotuner`. Default: 1 only.
+      tell: See `Autotuner`. Default: does nothing.
+      adopts_rate: True if the first rank's learning rate can replace a rank's own. Default: True if there is no weight
+        decay, which would already have used the rank's own rate. Always False if the rate has a schedule.
+      delay: Number of steps by which a mean is applied late. Default 0.
 
     Attributes:
-      carried: The changes of the variables that are carried along.
+      carried: The changes of the carried variables.
       rate: The learning rate.
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
-      tuner: Chooses a way and a width for each step; None: there is one.
+      tuner: Chooses a way and a width for each step; None if there is no choice.
       width: K, as the graph has it.
-      weighs_rows: Whether ranks count in proportion to their rows.
-      pace: As of `Autotuner`.
+      weighs_rows: True if ranks count in proportion to their rows.
+      pace: See `Autotuner`.
     """
 
     width: int = 1
@@ -117,11 +117,11 @@ class GradientExchange(AveragingExchange):
         )
 
     def _make_mean(self, context: ExchangeContext, part: Packing, name: str, way: Way) -> AllReduce:
-        """Makes what averages a segment."""
+        """Makes the all-reduce of a segment."""
         return context.make_all_reduce(name, part, way.codec, way.algorithm)
 
     def _place_of(self, index: int) -> tuple[int, tuple[int, slice]]:
-        """The segment of a tensor, its bucket there, and where it lies in that."""
+        """The segment of a tensor, its bucket there, and its slice of the bucket."""
         segment = next(number for number, members in enumerate(self.members) if index in members)
         return segment, self.parts[segment].place(list(self.members[segment]).index(index))
 
@@ -160,7 +160,7 @@ class GradientExchange(AveragingExchange):
             bucket, where = self._rows_place
             self._own_scale = float(means[bucket][where][0] / buckets[bucket][where][0])
         for mean, own, exact in zip(means, buckets, self._exact, strict=True):
-            if exact:  # What the variable has become since then stays.
+            if exact:  # The graph adds the difference, so that later changes of the variable stay.
                 mean -= own if self._own_scale == 1.0 else own * own.dtype.type(self._own_scale)
         if segment == self._rate_segment:
             bucket, where = self._rate_place
@@ -182,11 +182,11 @@ class GradientExchange(AveragingExchange):
         return self.tuner is not None and self.tuner.setting.width != self.width
 
     def chosen_width(self, step: int) -> int:
-        """K as ranks have chosen it by the mean of that step: the same on all of them, whatever came since then."""
+        """K as ranks have chosen it by the mean of that step: equal on all ranks, whatever they have chosen since."""
         return next(width for at, width in reversed(self.chosen_widths) if at <= step)
 
     def _begin_timing(self) -> None:
-        self.chosen_widths = [(-math.inf, self.tuner.setting.width)]  # From which step on.
+        self.chosen_widths = [(-math.inf, self.tuner.setting.width)]  # Each with its first step.
         self._times = Times(0.0, 0.0)  # Of the last step.
         self._step_begun_at = self._clock()
         self._exchange_seconds = 0.0
@@ -195,12 +195,12 @@ class GradientExchange(AveragingExchange):
         """The settings that ranks have chosen.
 
         Returns:
-          `pipeline_width`: K; others as of `Autotuner.gauges`. Nothing if they do not choose.
+          `pipeline_width`: K; others as in `Autotuner.gauges`. Empty if ranks do not choose.
         """
         return {} if self.tuner is None else {"pipeline_width": self.tuner.setting.width, **self.tuner.gauges()}
 
     def _begin_segment(self, segment: int) -> float:
-        """Ends the step before, and chooses how this one goes, if it is the first segment. Returns the time."""
+        """For the first segment, ends the previous step and applies the chosen way. Returns the time."""
         now = self._clock()
         if segment == 0:
             self._times = Times(now - self._step_begun_at, self._exchange_seconds)
@@ -220,13 +220,13 @@ _ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64, on_host=True)
 def specs_beside(
     world_size: int, *, admits: bool, weighs_rows: bool = False, chooses: bool = False
 ) -> list[TensorSpec]:
-    """What travels beside a step's gradients.
+    """The tensors that travel with a step's gradients.
 
     Args:
       world_size: Number of ranks.
-      admits: Whether ranks that were started again are to take part.
-      weighs_rows: Whether ranks count in proportion to their rows. Default False.
-      chooses: Whether ranks choose by times. Default False.
+      admits: True if ranks that were started again are to take part.
+      weighs_rows: True if ranks count in proportion to their rows. Default False.
+      chooses: True if ranks choose by times. Default False.
     """
     rows, newcomers, times = [_ROWS] * weighs_rows, [Admissions.spec(world_size)] * admits, [Autotuner.spec(world_size)]
     return [*rows, *newcomers, *times * chooses, CommonRate.spec(world_size)]
@@ -237,7 +237,7 @@ def _find_rows(specs: Sequence[TensorSpec]) -> int | None:
 
 
 def with_rows_first(members: Sequence[list[int]], specs: Sequence[TensorSpec]) -> list[list[int]]:
-    """Segments in which the ranks' rows, where these travel, are in the first one: others are divided by their sum."""
+    """The segments with the ranks' rows, if these travel, in the first one: all segments are divided by their sum."""
     rows = _find_rows(specs)
     if rows is None:
         return list(members)
@@ -246,15 +246,15 @@ def with_rows_first(members: Sequence[list[int]], specs: Sequence[TensorSpec]) -
 
 
 def submit_gradients(group: Group, gradients: Sequence, rows: tf.Tensor | None = None) -> list[tf.Tensor]:
-    """Emits the ops that hand out a step's gradients, for a group with a `GradientExchange`.
+    """Emits the ops that submit a step's gradients, for a group with a `GradientExchange`.
 
     Args:
       group: The group.
       gradients: As the optimizer got them.
-      rows: How many rows they are the mean of; scalar. None where ranks do not weigh theirs.
+      rows: Scalar: the number of rows that the gradients are the mean of. None if ranks do not weigh by rows.
 
     Returns:
-      This rank's own: gradients without the loss scale, changes of the carried variables, and the learning rate.
+      This rank's own values: gradients without the loss scale, changes of the carried variables, and the learning rate.
     """
     optimizer, exchange = group.optimizer(), group.exchange
     outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take()]
@@ -264,7 +264,7 @@ def submit_gradients(group: Group, gradients: Sequence, rows: tf.Tensor | None =
         outgoing.append(tf.reshape(tf.cast(rows, tf.float64), [1]))
     specs = group.packing.specs
     for place in (find_spec(specs), Autotuner.find_spec(specs)):
-        if place is not None:  # The exchange fills it in.
+        if place is not None:  # The exchange fills in the values.
             outgoing.append(tf.zeros(specs[place].shape, tf.float64))
     outgoing.append(exchange.rate.own(optimizer))
     sent += outgoing[len(sent) :]
@@ -284,7 +284,7 @@ def take_means(
       take: Takes the tensors of a segment.
 
     Returns:
-      The mean gradients, not scaled, and the learning rate that they are to be applied with.
+      The mean gradients, without loss scale, and the learning rate to apply them with.
     """
     exchange = group.exchange
     means: list = [None] * sum(map(len, exchange.members))
@@ -301,7 +301,7 @@ def take_means(
     if exchange.weighs_rows:
         *means, rows = means
         with tf.device("/cpu:0"):
-            factor = tf.math.divide_no_nan(tf.constant(1.0, rows.dtype), rows[0])  # There are none while a pipe fills.
+            factor = tf.math.divide_no_nan(tf.constant(1.0, rows.dtype), rows[0])  # 0 rows while a pipe fills.
         means = [mean * tf.cast(factor, mean.dtype) for mean in means]
     exchange.carried.add(means[group.num_trained :])
     if exchange.roster is not None:

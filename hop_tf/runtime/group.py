@@ -1,4 +1,4 @@
-"""`Group`: the variables that one optimizer's steps exchange, and what a scheme gets to work with for them."""
+"""`Group`: the variables that one optimizer's steps exchange. `ExchangeContext`: a scheme's tools for a group."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
 
 @dataclasses.dataclass(frozen=True)
 class ExchangeContext:
-    """What a scheme gets to work with.
+    """The tools that a scheme gets for a group.
 
     Attributes:
       group: Name of the exchange group, equal on all ranks; part of its queues' names.
-      session: The running session, in which the group's step 0 is.
+      session: The running session, which has the group's step 0.
       packing: The buckets.
       membership: Waiting, departures, and the transport.
-      pool: Where large arrays come from.
+      pool: Provides large arrays.
       make_fifo: Makes a scheme's queues.
-      start_thread: Runs a scheme's further threads: `start_thread(name, body)` returns what can be joined.
+      start_thread: Runs a scheme's further threads: `start_thread(name, body)` returns a thread to join.
       optimizer: Weak reference to the group's optimizer.
-      trained: What it updates.
-      carried: What this rank changes of the variables that are exchanged beside.
-      roster: The ranks that share each batch; None where all ranks do, whoever is lost.
+      trained: The variables that the optimizer updates.
+      carried: This rank's changes of the variables that are exchanged together with the trained ones.
+      roster: The ranks that share each batch; None if all ranks share it, even lost ones.
     """
 
     group: str
@@ -67,24 +67,24 @@ class ExchangeContext:
 
     @property
     def variables(self) -> Sequence[tf.Variable]:
-        """All that are exchanged: what is trained comes first."""
+        """All variables that are exchanged. Trained variables come first."""
         return [*self.trained, *self.carried.variables]
 
     def values(self) -> list[tf.Tensor]:
-        """What these are when the group's first step is about to change them."""
+        """The values of `variables` when the group's first step is about to change them."""
         return [*(variable.read_value() for variable in self.trained), *self.carried.known()]
 
     def make_all_reduce(
         self, name: str, packing: Packing, codec: Codec, algorithm: str, *, recovers: bool | None = None
     ) -> AllReduce:
-        """Makes an all-reduce of buckets. Those that are exact, and those of float64, do not pass through `codec`.
+        """Makes an all-reduce of buckets. Exact buckets, and buckets of float64, do not pass through `codec`.
 
         Args:
-          name: Tells it from the group's others; equal on all ranks.
+          name: Distinguishes it from the group's other all-reduces; equal on all ranks.
           packing: The buckets.
-          codec: What float32, bfloat16 and float16 are encoded with.
-          algorithm: As for `hop_tf.collectives.get_algorithm`.
-          recovers: As of `AllReduce`. Default: where ranks go on without a lost one.
+          codec: The codec for float32, bfloat16 and float16.
+          algorithm: See `hop_tf.collectives.get_algorithm`.
+          recovers: See `AllReduce`. Default: True if ranks continue without a lost rank.
         """
         dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
         take_codec = [
@@ -104,13 +104,13 @@ class ExchangeContext:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """The variables that one optimizer's steps exchange, and the runner that does it.
+    """The variables that one optimizer's steps exchange, and the runner of the exchange.
 
     Attributes:
       name: See `ExchangeContext.group`.
       optimizer: Weak reference to the optimizer.
-      variables: The variables, in the order of the packing: those that are trained come first.
-      num_trained: How many are trained.
+      variables: The variables, in the order of the packing. Trained variables come first.
+      num_trained: Number of trained variables.
       packing: Their buckets.
       exchange: The scheme.
       runner: Its thread and queues.
@@ -129,7 +129,7 @@ class Group:
     statistics: StepStatistics
 
     def read_step(self) -> tf.Tensor:
-        """Emits the op that reads the step, where the variable is. `read_value` would copy it to a GPU."""
+        """Emits the op that reads the step, on the variable's device. `read_value` would copy it to a GPU."""
         return self.step.value()
 
     def submit(self, values: Sequence[tf.Tensor], segment: int = 0, step: tf.Tensor | None = None) -> None:
@@ -138,7 +138,7 @@ class Group:
         Args:
           values: The tensors.
           segment: The segment.
-          step: Number of what is handed out, where that is not the step.
+          step: The number to submit the values with. Default: the step.
         """
         step = self.read_step() if step is None else step
         buckets = self._packing_of(segment).pack(values)
@@ -160,15 +160,15 @@ class Group:
         """Emits the ops that take the scheme's result for this step.
 
         Args:
-          computed: What the step computes meanwhile: to wait longer than for this counts as waiting. The result is
-            taken when this is there, so that a step whose batch never comes takes none.
+          computed: The step's own computation meanwhile. Only the time after it counts as waiting. The result is taken
+            after it, so that a step whose batch never comes takes no result.
           segment: The segment that was submitted.
-          take: `take(step, segment)` emits what takes the result for a step. Default: `self.take`.
-          step: Number of what was submitted, where that is not the step.
+          take: `take(step, segment)` emits the ops that take the result of a step. Default: `self.take`.
+          step: The number that was submitted. Default: the step.
 
         Returns:
-          One tensor per variable (of the segment), and int64 scalar: how many training steps are to be passed over
-          after this one.
+          One tensor per variable (of the segment), and int64 scalar: the number of training steps to skip after this
+          one.
         """
         ready = _joined(computed)
         with tf.control_dependencies(ready):
@@ -185,7 +185,7 @@ class Group:
 
     @property
     def packing_of_variables(self) -> Packing:
-        """The buckets without what travels beside."""
+        """The buckets with the variables only, without further tensors."""
         return self.packing.part(range(len(self.variables)))
 
     @property
@@ -195,7 +195,7 @@ class Group:
 
     @property
     def carried(self) -> Sequence[tf.Variable]:
-        """The others."""
+        """The variables that are exchanged and not trained."""
         return self.variables[self.num_trained :]
 
     def add(self, changes: Sequence[tf.Tensor]) -> None:
@@ -204,28 +204,28 @@ class Group:
             variable.assign_add(change)
 
     def constrain(self) -> None:
-        """Emits the ops that give weights the values which the constraints of layers ask for.
+        """Emits the ops that apply the constraints of layers to weights.
 
-        The optimizer does so after each update, and after what the scheme does then. At the end of `fit`, the scheme
-        has to: a mean need not keep what each rank's weights have kept.
+        The optimizer does so after each update, after the scheme's part of it. At the end of `fit`, the scheme has to:
+        a mean may violate a constraint that each rank's weights satisfy.
         """
         constrain(self.optimizer(), self.trained)
 
     def catch_up(self) -> tf.Tensor:
-        """Emits the ops with which a rank that was started again finds out where the others are, and joins them.
+        """Emits the ops with which a restarted rank asks for the others' position, and joins them.
 
         Returns:
-          int64 scalar: how many further steps are to be passed over; see `Joining.catch_up`.
+          int64 scalar: the number of further steps to skip; see `Joining.catch_up`.
         """
         num_skipped = self._ask(CATCH_UP)
         self.step.assign_add(num_skipped)
         return num_skipped
 
     def meet(self, state: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Emits the ops with which a rank meets, between two steps, those that take part from the next one on.
+        """Emits the ops with which a rank meets, between two steps, the ranks that take part from the next step on.
 
         Args:
-          state: What the step before has made of all variables: others get that.
+          state: The values of all variables after the previous step, which the newcomers get.
 
         Returns:
           int64 scalar, without a meaning.
@@ -238,18 +238,18 @@ class Group:
         return answer
 
     def end_step(self, num_skipped: tf.Tensor | int = 0) -> None:
-        """Emits the op that ends this step, and passes over the next `num_skipped` of the scheme's steps."""
+        """Emits the op that ends this step, and skips the next `num_skipped` of the scheme's steps."""
         with tf.device("/cpu:0"):
             self.step.assign_add(1 + num_skipped)
 
     def close(self) -> None:
-        """Ends the thread and takes no more messages."""
+        """Ends the thread and stops taking messages."""
         self.exchange.close()
         self.runner.close()
 
 
 def _joined(computed: Sequence) -> list[tf.Operation]:
-    """An op that follows all tensors, on their device: the host then waits for one event of a GPU instead of many."""
+    """An op that runs after all tensors, on their device: the host waits for one event of a GPU instead of many."""
     tensors = tensors_of(computed)
     return [tf.group(*tensors)] if tensors else []
 

@@ -1,4 +1,4 @@
-"""`Joiner` and `State`: what joining a session that is under way asks of an exchange, and of a rank's variables."""
+"""`Joiner` and `State`: the interfaces of an exchange and of a rank's variables for joining a running session."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hop_tf.runtime.admissions import Admissions
 
 
 class State(abc.ABC):
-    """What a newcomer takes from another rank."""
+    """The state that a newcomer takes from another rank."""
 
     @abc.abstractmethod
     def signature(self, groups: str) -> bytes:
-        """What it consists of, beside these exchange groups; see `hop_tf.runtime.replica_state.sign`."""
+        """Describes the state together with these exchange groups; see `hop_tf.runtime.replica_state.sign`."""
 
     @abc.abstractmethod
     def read(self) -> list[np.ndarray]:
-        """Its arrays. Nobody writes to them afterwards."""
+        """The state's arrays. Do not modify them."""
 
     @abc.abstractmethod
     def write(self, payload: np.ndarray) -> None:
@@ -28,37 +28,37 @@ class State(abc.ABC):
 
 
 class Joiner(abc.ABC):
-    """What an exchange does about newcomers. All are called with the rank's monitor held.
+    """The part of an exchange that deals with newcomers. All methods are called with the rank's monitor held.
 
     Attributes:
-      lets_join: Whether a rank that was started again takes part again.
+      lets_join: True if a rank that was started again may take part again.
     """
 
     lets_join: bool = True
 
     @abc.abstractmethod
     def begin_at(self, step: int) -> None:
-        """This rank is to enter `step` of the running session, without having made the steps before."""
+        """Prepares this rank to enter `step` of the running session, without having made the earlier steps."""
 
     @abc.abstractmethod
     def meet(self, rank: int, step: int) -> None:
-        """Rank `rank` is in `step`, and sends to this rank what belongs to later ones. Follows `begin_at`."""
+        """Called when rank `rank` is in `step`, and sends this rank its messages of later steps. Follows `begin_at`."""
 
     @abc.abstractmethod
     def admit(self, rank: int, step: int) -> int:
-        """Rank `rank` is to enter `step`, as another process than before.
+        """Called when rank `rank` is to enter `step`, as another process than before.
 
         Returns:
-          The step that this rank is in; what belongs to later ones it sends to the newcomer.
+          The step that this rank is in. It sends the newcomer its messages of later steps.
         """
 
 
 class LockStepJoiner(Joiner):
-    """What one does whose ranks are in lock step: there a newcomer enters between two steps, in which all meet.
+    """A joiner for synchronous ranks. A newcomer enters between two steps, when all ranks meet.
 
     Attributes:
-      admissions: Who takes part from which step on; None where nobody joins.
-      roster: The ranks that share each batch; None where all ranks do, whoever is lost.
+      admissions: The ranks that take part, and their first steps; None if no rank can join.
+      roster: The ranks that share each batch; None if all ranks share it, even lost ones.
     """
 
     admissions: Admissions | None = None
@@ -73,12 +73,12 @@ class LockStepJoiner(Joiner):
 
     def admit(self, rank: int, step: int) -> int:
         self.admissions.note(rank)
-        return -1  # It takes part from a step on that is yet to be agreed on.
+        return -1  # Ranks have yet to agree on its first step.
 
     @abc.abstractmethod
     def common_state(self) -> list[np.ndarray]:
-        """What the exchange knows between two steps, and a newcomer takes over. Called without the monitor."""
+        """The exchange's state between two steps, which a newcomer takes over. Called without the monitor."""
 
     @abc.abstractmethod
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """Takes over the bytes of what another rank has given. `begin_at` follows."""
+        """Takes over another rank's `common_state`, as bytes. `begin_at` follows."""

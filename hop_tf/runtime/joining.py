@@ -1,14 +1,15 @@
-"""`Joining`: how a rank that was started again takes part in a session that is under way.
+"""`Joining`: lets a rank that was started again take part in a running session.
 
-Its new process passes over the steps that the others have made, without them (`Membership.joining`), and now and then
-asks how far they are. When it is near, it takes the state of the peer that is furthest, as it was at the start of that
-one's next step k, and announces to everyone that it enters step k + 1. Each of its peers makes room for it and answers
-with the step that it is in itself: what that peer sends in later steps, it sends to the newcomer too. When all present
-peers have answered, the newcomer is one of them. Nobody waits for it before, and nobody stops.
+The new process skips the steps that the others have made, on its own (`Membership.joining`), and repeatedly asks for
+their positions. When it is near, it takes the state of the peer that is furthest, from the start of that peer's next
+step k. The newcomer announces to all that it enters step k + 1. Each of its peers makes room for the newcomer, and
+answers with the peer's own step. The peer sends the messages of all later steps to the newcomer, too. When all present
+peers have answered, the newcomer is one of them. Before that, no rank waits for the newcomer, and no rank stops.
 
-Where ranks are in lock step, all have to begin with it in the same step, and their state has to be its own. So it first
-announces that it is there. The others agree on its first step (see `hop_tf.runtime.admissions`), and tell it. It passes
-over the steps before. The others wait before that step (`meet`), until it has the state that is equal on all of them.
+Synchronous ranks all have to begin with the newcomer in the same step, and the newcomer needs the state of this step.
+So the newcomer first announces its presence. The others agree on its first step (see `hop_tf.runtime.admissions`), and
+tell the newcomer, which skips the steps before. The others wait before its first step (`meet`) until the newcomer has
+the state, which is equal on all of them.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _REQUEST = "joining/request"
 _REPLY = "joining/reply"
 _ARRIVED = "joining/arrived"
 _ARRIVAL = struct.Struct("<qq")  # Session, incarnation of the sender.
-# Passing over so many steps takes a moment, for which the others may have to wait.
+# Skipping this many steps takes only a moment, for which the others may have to wait.
 _NEAR_STEPS = 16
-# Ranks whose steps take no longer than to pass over one cannot be caught up with.
+# If the others' steps are as fast as skipped steps, a newcomer never comes near.
 _MAX_APPROACHES = 8
 _RETRY_SECONDS = 0.1
 _AHEAD_SECONDS = 0.02
@@ -48,15 +49,15 @@ _Exchange = TypeVar("_Exchange")
 
 
 class Joining:
-    """Both sides of it at one rank.
+    """Both sides of joining, at one rank.
 
     Args:
-      membership: Of the rank.
-      state: What newcomers take.
-      timeout_seconds: How long a newcomer waits until one of its peers is there.
+      membership: The rank's membership.
+      state: The state that newcomers take.
+      timeout_seconds: Time for which a newcomer waits until one of its peers is present.
 
     Attributes:
-      counts: What all ranks count alike, for instance collectives; newcomers take it over.
+      counts: Counts that are equal on all ranks, for instance of collectives. Newcomers take them over.
     """
 
     def __init__(self, membership: Membership, state: State, timeout_seconds: float):
@@ -70,8 +71,8 @@ class Joining:
         self._asking_for_state: list[int] = []
         self._replies: dict[int, tuple[membership_pb2.StateReply, np.ndarray]] = {}
         self._welcomed: set[int] = set()
-        self._arrived: dict[int, int] = {}  # The incarnation of each rank that has told last that it has the state.
-        self._joins: dict[int, membership_pb2.Join] = {}  # The latest one of every rank that has joined.
+        self._arrived: dict[int, int] = {}  # By rank: the incarnation that has last announced to have the state.
+        self._joins: dict[int, membership_pb2.Join] = {}  # The latest message of every rank that has joined.
         self._num_approaches = 0
         self.counts: collections.Counter[str] = collections.Counter()
         for queue, handler in {
@@ -84,7 +85,7 @@ class Joining:
             self._transport.register(queue, handler)
 
     def attach(self, group: str, make_exchange: Callable[[], _Exchange]) -> _Exchange:
-        """Makes a group's exchange. It hears of newcomers, if it is a `Joiner`: first, of those that came before it.
+        """Makes a group's exchange. An exchange that is a `Joiner` hears of all newcomers, including earlier ones.
 
         Args:
           group: Name of the group.
@@ -94,9 +95,9 @@ class Joining:
           The exchange.
 
         Raises:
-          PeerLostError: If this process was started again, and the scheme lets nobody join.
+          PeerLostError: If this process was started again, and the scheme lets no rank join.
         """
-        with self._monitor:  # Of newcomers it must hear before it takes a message of theirs.
+        with self._monitor:  # The exchange must hear of newcomers before it takes messages from them.
             exchange = make_exchange()
             if not (isinstance(exchange, Joiner) and exchange.lets_join):
                 if self._membership.joining:
@@ -112,7 +113,7 @@ class Joining:
         return exchange
 
     def _joins_of(self, group: str) -> list[membership_pb2.Join]:
-        """Those of present ranks."""
+        """The join messages of present ranks."""
         return [join for join in self._joins.values() if group in join.first_steps and self._is_present(join)]
 
     def _is_present(self, join: membership_pb2.Join) -> bool:
@@ -126,34 +127,34 @@ class Joining:
         return self._membership.is_left_behind
 
     def begin_again(self) -> None:
-        """This rank was left behind, and is to join the others as a process that was started again would."""
+        """Makes this rank, which was left behind, join the others in the same way as a restarted process."""
         self._membership.begin_again()
         self.end_session()
         with self._monitor:
             for group, exchange in self._exchanges.items():
                 exchange.reset(self._membership.session)
-                for join in self._joins_of(group):  # Others that join may count on this rank's vote.
+                for join in self._joins_of(group):  # Other ranks that join may need this rank's vote.
                     exchange.admissions.note(join.rank)
 
     def detach(self, group: str) -> None:
-        """The group is no more."""
+        """Forgets a group that has ended."""
         with self._monitor:
             self._exchanges.pop(group, None)
 
     # The newcomer.
 
     def catch_up(self, group: str, position: int) -> int:
-        """Called when the first `position` steps have been passed over.
+        """Called when the first `position` steps have been skipped.
 
         Returns:
-          How many further ones to pass over before this is called again, or, once the rank has joined, before its
-          first training step. 0 if there is nothing to do.
+          The number of further steps to skip before the next call, or, if the rank has joined, before its first
+          training step. 0 if there is nothing to do.
 
         Blocks: until the others have answered.
 
         Raises:
-          PeerLostError: If nobody is left.
-          MismatchError: If the others train something else.
+          PeerLostError: If no peer is left.
+          MismatchError: If the others train another model.
         """
         exchange = self._exchanges.get(group)
         if isinstance(exchange, LockStepJoiner) and not self._membership.joining:
@@ -164,7 +165,7 @@ class Joining:
             replies = self._ask(position)
             leader = max(replies, key=lambda rank: replies[rank].step)
             num_behind = replies[leader].step + 1 - position
-            if num_behind < 0:  # Left behind, it has made steps that none of the others has made yet.
+            if num_behind < 0:  # A rank that was left behind may be ahead of all others.
                 self._pause(_AHEAD_SECONDS)
                 continue
             if num_behind > _NEAR_STEPS and self._num_approaches < _MAX_APPROACHES:
@@ -173,7 +174,7 @@ class Joining:
             if isinstance(exchange, LockStepJoiner):
                 self._check_digest(
                     leader, replies[leader]
-                )  # Once the others count on this rank, its errors are theirs.
+                )  # Now: once the others count on this rank, its errors end their training, too.
                 self._enter(group, position)
                 return self._arrive(group, position)
             if (given := self._take_state(leader, position)) is not None:
@@ -187,7 +188,7 @@ class Joining:
             self._monitor.wait(seconds, self._monitor.now() + seconds)
 
     def join_at_once(self, group: str) -> None:
-        """Joins at step 0, where a scheme's state is not that of a rank, and steps of ranks need not be the same.
+        """Joins at step 0, for a scheme whose ranks have no state of their own, and need not make the same steps.
 
         Blocks: until the others have answered.
         """
@@ -205,10 +206,10 @@ class Joining:
             )
 
     def _ask(self, position: int) -> dict[int, membership_pb2.StateReply]:
-        """Where the present peers that train are; at least one does."""
+        """Asks the present peers for their steps. Returns the replies of those that train, which is at least one."""
         deadline = self._monitor.now() + self._timeout_seconds
         while True:
-            # Those that were lost may be joining as well.
+            # Lost peers may be joining as well.
             self._membership.wait_until(self._present, deadline - self._monitor.now())
             replies = self._request(self._present(), membership_pb2.StateRequest(), position)
             train = {rank: reply for rank, (reply, _) in replies.items() if reply.step != _NOT_THERE}
@@ -223,10 +224,10 @@ class Joining:
                 self._monitor.wait(_RETRY_SECONDS, deadline)
 
     def _take_state(self, peer: int, position: int) -> tuple[int, np.ndarray] | None:
-        """Takes over `peer`'s state; None if the peer has gone.
+        """Takes over `peer`'s state.
 
         Returns:
-          The step at whose start it was, and the bytes that the exchange has added.
+          The step whose start the state is from, and the bytes that the exchange has added; None if the peer is gone.
         """
         replies = self._request([peer], membership_pb2.StateRequest(wants_state=True), position)
         if peer not in replies or not replies[peer][0].has_state:
@@ -242,7 +243,7 @@ class Joining:
         return reply.step, arrays[reply.state_bytes :]
 
     def _arrive(self, group: str, position: int) -> int:
-        """As `catch_up`, where ranks are in lock step, and the others know of this one."""
+        """Does the work of `catch_up` if ranks are synchronous and know this rank's new process."""
         exchange = self._exchanges[group]
         while (step := exchange.admissions.own_first_step) is None:
             exchange.admissions.wait_for_first_step(self._ask(position))
@@ -270,7 +271,7 @@ class Joining:
     def _request(
         self, peers: Sequence[int], request: membership_pb2.StateRequest, position: int
     ) -> Mapping[int, tuple[membership_pb2.StateReply, np.ndarray]]:
-        """Asks; returns the answers of those that have not gone meanwhile."""
+        """Asks peers. Returns the answers of those that are still present."""
         with self._monitor:
             self._replies = {}
             asked = {peer: self._membership.incarnation_of(peer) for peer in peers}
@@ -278,7 +279,7 @@ class Joining:
             self._membership.send(peer, _REQUEST, request.SerializeToString(), step=position)
 
         def missing() -> list[int]:
-            # Another process of a peer that has joined meanwhile was not asked.
+            # A new process of a peer, which has joined meanwhile, was not asked.
             there = [peer for peer in self._present() if asked.get(peer) == self._membership.incarnation_of(peer)]
             return [peer for peer in there if peer not in self._replies]
 
@@ -288,7 +289,7 @@ class Joining:
         return replies
 
     def _enter(self, group: str, step: int) -> None:
-        """Takes part from `step` on; in lock step, from one on that the others will tell."""
+        """Takes part from `step` on. Synchronous ranks will tell this rank its first step instead."""
         membership, exchange = self._membership, self._exchanges[group]
         with self._monitor:
             self._welcomed = set()
@@ -315,10 +316,10 @@ class Joining:
     # The others.
 
     def at_step(self, step: int) -> None:
-        """This rank begins `step`: its state goes to those that have asked for it.
+        """Called when this rank begins `step`. Sends its state to newcomers that have asked for it.
 
         Raises:
-          HopError: If it has left the session: the others would not hear of the step.
+          HopError: If this rank has left the session: the others would not hear of the step.
           PeerFailedError: See `Membership.begin_round`.
         """
         if self._membership.has_left:
@@ -330,15 +331,15 @@ class Joining:
         with self._monitor:
             self._step = step
             if any(isinstance(exchange, LockStepJoiner) for exchange in self._exchanges.values()):
-                return  # They get it where all meet.
+                return  # Newcomers get the state when all ranks meet.
             asking, self._asking_for_state = self._asking_for_state, []
         if asking:
             self._give_state(asking, step)
 
     def meet(self, group: str, step: int) -> None:
-        """All steps before `step` are made, and merged: who takes part from this one on gets the state.
+        """Called when all steps before `step` are made and merged. Gives the state to ranks that begin with `step`.
 
-        Blocks: until all that do have it, or are lost.
+        Blocks: until all of these have the state, or are lost.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -381,7 +382,7 @@ class Joining:
             self._membership.send_to_newcomer(rank, _REPLY, reply.SerializeToString(), payload, lane=BULK_LANE)
 
     def end_session(self) -> None:
-        """This rank trains no more; who asks for its state hears of that by its departure."""
+        """Called when this rank stops training. Ranks that ask for its state learn that from its departure."""
         with self._monitor:
             self._step = _NOT_THERE
             self._asking_for_state = []
@@ -424,7 +425,7 @@ class Joining:
             if not membership.readmit(join):
                 return
             self._joins[join.rank] = join
-            # Does it know of this newcomer? Then it owes no welcome.
+            # This rank needs no welcome from a newcomer that knows this rank's present process.
             if join.incarnations.get(membership.rank, 0) == membership.incarnation:
                 self._welcomed.add(join.rank)
             welcome = self._admit(join)
@@ -432,7 +433,7 @@ class Joining:
         self._answer({join.rank: welcome})
 
     def _admit(self, join: membership_pb2.Join) -> membership_pb2.Welcome | None:
-        """Makes room for a newcomer. None where this rank has not made its groups yet: the answer follows then."""
+        """Makes room for a newcomer. Returns None if this rank lacks a group: the answer follows with the group."""
         if not join.first_steps.keys() <= self._exchanges.keys():
             return None
         steps = {group: self._exchanges[group].admit(join.rank, step) for group, step in join.first_steps.items()}
@@ -452,7 +453,7 @@ class Joining:
                 return
             is_present = welcome.sender_incarnation == self._membership.incarnation_of(message.sender)
             for group, step in welcome.steps.items():
-                if group in self._exchanges and is_present:  # Else it has joined itself meanwhile.
+                if group in self._exchanges and is_present:  # Otherwise the sender has joined itself meanwhile.
                     self._exchanges[group].meet(message.sender, step)
             self._welcomed.add(message.sender)
             self._monitor.notify_all()

@@ -1,4 +1,4 @@
-"""`meet_newcomers`: what the graph does where ranks in lock step meet those that were started again."""
+"""`meet_newcomers`: the part of the graph in which synchronous ranks meet ranks that were started again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hop_tf.runtime.group import Group
 
 
 def meet_newcomers(group: Group, settle: Callable[[], None] = lambda: None) -> None:
-    """Emits, at the end of a step, what all ranks do before the first step of those that join: they give their state.
+    """Emits, at the end of a step, the ops that give newcomers the state if the next step is their first.
 
     Args:
       group: The group, with an exchange that is a `LockStepJoiner`.
-      settle: Emits what makes the state equal on all ranks, and of nothing that is under way. Default: it is so anyhow.
+      settle: Emits the ops that make the state equal on all ranks, with nothing in flight. Default: it always is.
     """
     admissions = group.exchange.admissions
     if admissions is None:

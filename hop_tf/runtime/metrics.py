@@ -1,4 +1,4 @@
-"""`EpochMetrics`: the metrics of an epoch on one rank, and what they are over several ranks."""
+"""`EpochMetrics`: the metrics of an epoch on one rank, and their means and sums over ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-# How the parts of a message are named. What follows is the name of a metric, or the index of a state.
+# Prefixes of the parts of a message. The name of a metric, or the index of a state, follows.
 _WEIGHT, _LOG, _STATE, _SUMMED = "weight", "log ", "state ", "summed "
 
 
@@ -18,9 +18,9 @@ class EpochMetrics:
     """The metrics of an epoch, as one rank knows them.
 
     Attributes:
-      weight: What the rank weighs in means over ranks; positive.
-      logs: The metrics by name. Those that are no numbers are left out.
-      states: The states of metrics that are sums; in the same order on all ranks.
+      weight: The rank's weight in means over ranks; positive.
+      logs: The metrics by name, without metrics that are not numbers.
+      states: The states of metrics that are sums, in the same order on all ranks.
       summed: The names in `logs` that follow from the states.
     """
 
@@ -30,7 +30,7 @@ class EpochMetrics:
     summed: frozenset[str] = frozenset()
 
     def pack(self) -> bytes:
-        """As bytes; see `unpack`."""
+        """Returns the metrics as bytes; see `unpack`."""
         arrays = {_WEIGHT: np.float64(self.weight)}
         arrays |= {_LOG + name: value for name, value in self.logs.items()}
         arrays |= {f"{_STATE}{index:08d}": value for index, value in enumerate(self.states)}
@@ -41,7 +41,7 @@ class EpochMetrics:
 
     @classmethod
     def unpack(cls, data: bytes) -> EpochMetrics:
-        """What `pack` was called on."""
+        """Returns the metrics that `pack` was called on."""
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             parts = {name: arrays[name] for name in arrays.files}
 
@@ -53,14 +53,14 @@ class EpochMetrics:
 
 
 def numeric(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Those metrics that are numbers, or arrays of numbers, as float64."""
+    """The metrics that are numbers, or arrays of numbers, as float64."""
     return {name: np.asarray(value, np.float64) for name, value in metrics.items() if _is_numeric(value)}
 
 
 def _is_numeric(value: Any) -> bool:
     try:
         return np.asarray(value).dtype.kind in "biuf"
-    except ValueError:  # An array of parts of several shapes.
+    except ValueError:  # Parts with different shapes.
         return False
 
 
@@ -68,8 +68,8 @@ def means_of(ranks: Sequence[EpochMetrics], names: Iterable[str]) -> dict[str, A
     """The means of metrics over the ranks that have them.
 
     Args:
-      ranks: The metrics of each rank, in the same order on all ranks: then the means are equal to the bit.
-      names: Those that are wanted. One whose shape is not the same on all ranks that have it is left out.
+      ranks: The metrics of each rank, in the same order on all ranks, so that the means are equal to the bit.
+      names: The names of wanted metrics. A metric whose shape differs between ranks is left out.
     """
     means = {}
     for name in names:
@@ -85,7 +85,7 @@ def sums_of(ranks: Sequence[EpochMetrics]) -> tuple[list[np.ndarray], frozenset[
     """The sums over ranks of states, and the names of metrics that follow from them on all of these ranks.
 
     Returns:
-      The sums, and the names; none of both if ranks have different states.
+      The sums, and the names. Both are empty if ranks have different states.
     """
     known = [each for each in ranks if each.states]
     shapes = {tuple(state.shape for state in each.states) for each in known}
@@ -97,5 +97,5 @@ def sums_of(ranks: Sequence[EpochMetrics]) -> tuple[list[np.ndarray], frozenset[
 
 
 def as_log(value: np.ndarray) -> Any:
-    """As Keras logs it: a scalar is a float."""
+    """A value in the form in which Keras logs it: a scalar is a float."""
     return value if np.ndim(value) else float(value)

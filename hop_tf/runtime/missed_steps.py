@@ -9,34 +9,34 @@ from hop_tf.runtime.group import Group
 
 
 class MissedSteps:
-    """Passes over batches whose steps others have made while they did not hear of this rank (`Exchange.step_offset`).
+    """Skips batches whose steps others have made while they did not hear of this rank (`Exchange.step_offset`).
 
-    This happens between two steps of `fit`, so the graph does not pay for it. The optimizer's count goes on as if the
-    steps had been made, and so do schedules of learning rates; its slots stay what they are. What is less than an
-    execution of several steps is left to be made.
+    This happens between two steps of `fit`, so it costs the graph nothing. The optimizer's count, and schedules of
+    learning rates, go on as if the steps had been made. Its slots stay as they are. With several steps per execution,
+    only whole executions are skipped.
     """
 
     def __init__(self):
         self.begin_training()
 
     def begin_training(self) -> None:
-        """`fit` is about to make its first step."""
+        """Called when `fit` is about to make its first step."""
         self._num_made = self._num_passed = self._num_left = 0  # Batches.
-        self._offsets: dict[Group, int] = {}  # As they were seen last, where there are any.
+        self._offsets: dict[Group, int] = {}  # The latest offsets other than 0.
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        """An epoch begins."""
+        """Called when an epoch begins."""
         self._has_made_any = False
-        self.num_at_end = 0  # Batches of the epoch that were passed over since its last step.
+        self.num_at_end = 0  # Batches of the epoch that were skipped since its last step.
 
     @property
     def are_all(self) -> bool:
-        """True if the epoch had batches, and all were passed over."""
+        """True if the epoch had batches, and all were skipped."""
         return bool(self.num_at_end) and not self._has_made_any
 
     def pass_over(self, groups: Sequence[Group], number: int, take: Callable[[], object]) -> bool:
-        """Takes the next `number` batches if they are to be passed over; False if they are to be trained on."""
+        """Takes the next `number` batches if they are to be skipped. Returns False if they are to be trained on."""
         offsets = {group: group.exchange.step_offset for group in groups if group.exchange.step_offset}
         if offsets != self._offsets:
             self._note(offsets)
@@ -61,7 +61,7 @@ class MissedSteps:
         self._offsets = offsets
 
     def _num_batches(self, group: Group, num_updates: int) -> int:
-        """The batches of so many updates: a batch may have several updates, or several batches have one."""
+        """The number of batches of `num_updates` updates: a batch may make several updates, or several batches one."""
         size = gradient_accumulation_steps(group.optimizer())
-        num_made = self._num_made // size * size  # Batches whose gradients wait have no update yet.
+        num_made = self._num_made // size * size  # Without batches whose accumulated gradients await an update.
         return num_updates * num_made // max(1, int(group.step))

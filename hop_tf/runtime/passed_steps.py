@@ -1,4 +1,4 @@
-"""`PassedSteps`: the steps that a rank passes over."""
+"""`PassedSteps`: the steps that a rank skips."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hop_tf.keras_hook.skipping import StepSkipping
 
 
 class PassedSteps:
-    """Passes over steps where the scheme wants that, and in a process that was started again, to catch up with others.
+    """Skips steps if the scheme says so, and to catch up with the others in a process that was started again.
 
     Args:
       rank: This rank.
-      why: Why the scheme passes over steps, for errors (see `StepSkipping`); empty: it does not.
-      takes_count: Whether a rank that has caught up counts its optimizer's steps as the others do.
-      must_catch_up: Whether this process was started again, and has to catch up before it trains.
-      may_fall_behind: True if the others may go on without this rank, and let it join them again.
-      catch_up: Given the optimizer, emits what brings a rank that was started again to where the others are; see
+      why: The scheme's reason to skip steps, for errors (see `StepSkipping`); empty if it never does.
+      takes_count: True if a rank that has caught up counts its optimizer's steps as the others do.
+      must_catch_up: Returns True if this process was started again, and has to catch up before it trains.
+      may_fall_behind: True if the others may continue without this rank, and let it join them again.
+      catch_up: Given the optimizer, emits the ops that bring a restarted rank to the others' position; see
         `StepSkipping.begin_by_skipping`.
     """
 
@@ -42,35 +42,35 @@ class PassedSteps:
         self._skipping = StepSkipping(why) if why else None
 
     def begin_session(self) -> None:
-        """Forgets what was left to be passed over when the last session ended."""
+        """Forgets the steps that were left to skip when the last session ended."""
         if self._skipping is not None:
             self._skipping.begin_session()
 
     @property
     def is_behind(self) -> bool:
-        """Whether this rank was started again, and is not yet where the others are."""
+        """True if this rank was started again, or left behind, and has yet to catch up with the others."""
         return self._must_catch_up() or (self._is_catching_up and self._skipping.is_behind)
 
     def fall_behind(self) -> None:
-        """The others have gone on without this rank: it passes over steps until it is where they are."""
+        """Called when the others have gone on without this rank. It skips steps until it has caught up."""
         self._skipping.fall_behind()
 
     @property
     def has_no_metrics(self) -> bool:
-        """True if all steps since the metrics were reset were passed over."""
+        """True if all steps since the metrics were reset were skipped."""
         return self._skipping is not None and self._skipping.has_no_metrics
 
     def around_step(self, step: Callable[[], object], arguments: object, model: keras.Model) -> object:
-        """Emits the step, unless it is to be passed over."""
+        """Emits the step, unless it is to be skipped."""
         return self._skipping.run(step, arguments, model) if self._are_possible() else step()
 
     def note_update(self, optimizer: object, *, in_fit: bool) -> None:
-        """Refuses a step that cannot be passed over, if some are; see `StepSkipping.note`."""
+        """Refuses a step that cannot be skipped, if this rank may have to skip steps; see `StepSkipping.note`."""
         if self._are_possible():
             self._skipping.note(optimizer, in_fit=in_fit)
 
     def skip(self, num_updates: tf.Tensor) -> None:
-        """Emits the op that passes over the steps of the next `num_updates` updates."""
+        """Emits the op that skips the steps of the next `num_updates` updates."""
         if self._skipping is not None:
             self._skipping.skip(num_updates)
 

@@ -14,9 +14,9 @@ class StepProfiler:
     """Profiles some steps of a process, into the folder of its other records, where TensorBoard finds them.
 
     Args:
-      folder: Where to.
+      folder: The folder to write to.
       first: The first step, counted from 0 over all calls of `fit`; with `steps_per_execution`, the first execution.
-      last: The last one.
+      last: The last step, or execution.
     """
 
     def __init__(self, folder: str, first: int, last: int):
@@ -27,7 +27,7 @@ class StepProfiler:
 
     @classmethod
     def from_environment(cls, options: CommunicationOptions, rank: int) -> StepProfiler | None:
-        """What `hop_tf launch --profile_steps` asks for; None if nothing, or there is no `log_dir` to write to."""
+        """The profiler that `hop_tf launch --profile_steps` asks for; None without it, or without a `log_dir`."""
         text = os.environ.get(PROFILE_VARIABLE)
         if not text:
             return None
@@ -39,22 +39,22 @@ class StepProfiler:
         return cls(str(folder), first, last)
 
     def begin_batch(self) -> None:
-        """A step is about to be made."""
+        """Called when a step is about to be made."""
         if self._num_begun == self._first:
             try:
                 tf.profiler.experimental.start(self._folder)
                 self._is_running = True
-            except tf.errors.OpError as error:  # Another one runs, as that of a TensorBoard callback.
+            except tf.errors.OpError as error:  # Another profiler runs, such as a TensorBoard callback's.
                 logging.warning("Steps are not profiled: %s", error.message)
         self._num_begun += 1
 
     def end_batch(self) -> None:
-        """It has been made."""
+        """Called when the step has been made."""
         if self._is_running and self._num_begun > self._last:
             self.close()
 
     def close(self) -> None:
-        """Ends profiling, if it is under way, and writes what there is. Idempotent."""
+        """Ends profiling, if it runs, and writes the profile. Idempotent."""
         if self._is_running:
             self._is_running = False
             try:

@@ -1,4 +1,4 @@
-"""`RankCollectives`: what all ranks of a job call together, beside the exchange of each step."""
+"""`RankCollectives`: operations that all ranks of a job call together, besides the exchange of each step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import ReplicaState, compare, read, sign, spec_of, write
 from hop_tf.tensors.buffers import BufferPool
 
-# Collectives are numbered within their session, as a rank may miss the rest of one; those of users apart.
+# Collectives are numbered within their session, because a rank may miss the rest of one. Users' calls are numbered
+# separately.
 _IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
 
-# Weights of a rank that has made a smaller part of the steps that others have made are too old to be averaged with.
+# If a rank has made a smaller part of the others' steps than this, its weights are too old to be averaged.
 _LEAST_SHARE = 0.9
 
 
 @contextlib.contextmanager
 def all_ranks_call(what: str) -> Iterator[None]:
-    """Adds to errors of waiting what may be the cause: some ranks do not do what the others do."""
+    """Adds a possible cause to errors of waiting: some ranks do not call `what` as the others do."""
     try:
         yield
     except (PeerLostError, DeadlineExceededError) as error:
@@ -41,13 +42,13 @@ class RankCollectives:
     """Collectives that a rank calls as often as the others do, in the same order.
 
     Args:
-      membership: Who takes part.
-      joining: Takes over, in a process that was started again, how many collectives the others have called.
+      membership: The ranks that take part.
+      joining: In a process that was started again, takes over the others' counts of collectives.
       state: Gets the variables that were given initial values.
       pool: Buffers.
 
     Attributes:
-      all_gather: Gives every rank each one's value of a tensor, also within a graph. A collective.
+      all_gather: Gives every rank each rank's value of a tensor, also within a graph. A collective.
     """
 
     def __init__(self, membership: Membership, joining: Joining, state: ReplicaState, pool: BufferPool):
@@ -61,14 +62,14 @@ class RankCollectives:
         self.all_gather = AllGather(membership.world_size, self.share, membership.fail)
 
     def begin_session(self) -> None:
-        """Forgets what the last session has called."""
+        """Forgets the collectives of the last session."""
         self._in_session = True
         self._joining.counts[_IN_SESSION] = self._num_gathered = 0
         self._trees.begin_session()
         self.all_gather.reset()
 
     def end_session(self) -> None:
-        """From now on, what is called is called between two sessions."""
+        """Called when a session ends. Later calls are between two sessions."""
         self._in_session = False
 
     @property
@@ -81,17 +82,19 @@ class RankCollectives:
         self.all_gather.close()
 
     def broadcast_initial_values(self, variables: Iterable[tf.Variable]) -> None:
-        """Gives those variables that were not given before rank 0's values. A collective.
+        """Gives rank 0's values to variables that have not been given any before. A collective.
+
+        Called outside of graphs, or in `tf.init_scope`.
 
         Args:
-          variables: The variables, in the same order on all ranks. Called outside of graphs, or in `tf.init_scope`.
+          variables: The variables, in the same order on all ranks.
 
         Raises:
           MismatchError: If rank 0 has other variables.
         """
-        # Slots that an optimizer makes in the step that is being traced have no values yet. They begin alike anyhow.
+        # Slots that an optimizer creates in the step that is being traced have no values yet. They begin equal anyway.
         new = [variable for variable in self._state.add(variables) if tf.compat.v1.is_variable_initialized(variable)]
-        if not new or self._membership.joining:  # Who joins takes the values of now.
+        if not new or self._membership.joining:  # A rank that joins takes the present values.
             return
         signature = sign("initial values", "", [spec_of(v) for v in new])
         self.compare(signature)
@@ -100,9 +103,9 @@ class RankCollectives:
             write(new, received)
 
     def average(self, variables: Sequence[tf.Variable]) -> None:
-        """Assigns to each float variable its mean over the ranks. A collective.
+        """Assigns its mean over the ranks to each float variable. A collective.
 
-        Ranks that were left behind in the last session do not count, and get the mean of the others.
+        Ranks that were left behind in the last session do not count. They get the mean of the others.
 
         Blocks: until all ranks take part.
 
@@ -123,7 +126,7 @@ class RankCollectives:
                 variable.assign(mean)
 
     def _counts(self, num_rounds: Sequence[int]) -> bool:
-        """Whether this rank's values count, where ranks have made so many rounds; rank 0 says whose do not."""
+        """True if this rank's values count, given each rank's number of rounds. Rank 0 logs the ranks left out."""
         least = _LEAST_SHARE * max(num_rounds)
         behind = [rank for rank, number in enumerate(num_rounds) if number < least]
         if behind and self._membership.rank == 0:
@@ -141,9 +144,9 @@ class RankCollectives:
             return self._trees.gather(self._next_called(), value)
 
     def share(self, data: bytes) -> list[bytes]:
-        """What the ranks have, in their order. A collective.
+        """Returns each rank's bytes, in the order of ranks. A collective.
 
-        `all_gather` calls it on a thread of its own, for one value after the other, in the program's order.
+        `all_gather` calls this on a thread of its own, for one value after the other, in the program's order.
         """
         if not self._in_session:
             return self._trees.all_gather(self._next_called(), data)
@@ -151,7 +154,7 @@ class RankCollectives:
         return self._trees.all_gather("gathered", data, self._num_gathered - 1)
 
     def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
-        """Makes an all-reduce of a float32 vector, for measurements. A collective; the caller closes it."""
+        """Makes an all-reduce of a float32 vector, for measurements. A collective. The caller closes the all-reduce."""
         self._membership.require_all("to measure")
         return get_algorithm(algorithm)(
             self._membership,
@@ -168,7 +171,7 @@ class RankCollectives:
 
     @contextlib.contextmanager
     def _called_by_users(self, what: str) -> Iterator[None]:
-        """Tells the others if this rank fails: they wait for it, and would take it for the one that was lost."""
+        """Tells the others if this rank fails. Otherwise they would wait, and count this rank as lost."""
         try:
             with all_ranks_call(what):
                 yield

@@ -1,9 +1,9 @@
-"""`CommonRate`: the learning rate of ranks that make the same updates is that of the first of them.
+"""`CommonRate`: ranks that make the same updates use the learning rate of the first of them.
 
-Callbacks may change a rank's learning rate by what they see there, as `ReduceLROnPlateau` does with a rank's own loss.
-Where ranks apply the same gradients, different rates would drive their weights apart, in silence. So every rank's rate
-travels beside its gradients, as a float64, which no codec changes, and each update is made with the first rank's. A
-rate that cannot be replaced, such as that of a schedule, must be the first rank's: else it is an error.
+A callback may change a rank's learning rate by that rank's own values, as `ReduceLROnPlateau` does with the loss. If
+ranks apply the same gradients, different rates would silently drive their weights apart. So every rank's rate travels
+with its gradients, as a float64, which no codec changes. Each update uses the first rank's rate. A rate that cannot be
+replaced, such as that of a schedule, must equal the first rank's. Otherwise the rank raises an error.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _TOLERANCE = 1e-5
 
 
 class CommonRate:
-    """Brings all ranks' learning rates to each of them, beside a step's gradients.
+    """Brings all ranks' learning rates to each of them, together with a step's gradients.
 
-    What a rank hands out has a column for each rank, and zeros in those of the others: its rate, and 1. In the mean
-    over the ranks, however many take part, the first divided by the second is a rank's rate.
+    A rank's tensor has a column for each rank: the rank's rate and 1 in its own, zeros in the others. In the mean over
+    the ranks, however many take part, the first row divided by the second gives each rank's rate.
 
     Args:
       rank: This rank.
       world_size: n.
-      adopts: Whether a rank takes the first rank's rate; otherwise another one is an error.
+      adopts: True if a rank takes the first rank's rate. Otherwise a different rate is an error.
     """
 
     def __init__(self, rank: int, world_size: int, *, adopts: bool):
@@ -39,27 +39,27 @@ class CommonRate:
         self._adopts = adopts
         self._world_size = world_size
         self._has_warned = False
-        self._checked = b""  # What came last, and was in order.
+        self._checked = b""  # The latest mean without a problem.
 
     @staticmethod
     def spec(world_size: int) -> TensorSpec:
-        """What travels."""
+        """The tensor that travels with a step's gradients."""
         return TensorSpec("hop_tf_learning_rate", (2, world_size), tf.float64, on_host=True)
 
     def own(self, optimizer: Any) -> tf.Tensor:
-        """Emits the ops that make what this rank hands out."""
+        """Emits the ops that make this rank's tensor."""
         column = tf.one_hot(self._rank, self._world_size, dtype=tf.float64)
         return tf.stack([tf.cast(learning_rate(optimizer), tf.float64) * column, column])
 
     def adopt(self, optimizer: Any, mean: tf.Tensor) -> tf.Tensor:
-        """Emits the ops that give `optimizer` the first rank's rate, where its own was another one in that step.
+        """Emits the ops that give `optimizer` the first rank's rate, if its own was different in that step.
 
         Args:
           optimizer: The optimizer.
           mean: The mean over the ranks of `own`.
 
         Returns:
-          The first rank's rate in that step; the optimizer's of now where nobody's came.
+          The first rank's rate in that step; the optimizer's present rate if no rank's has come.
         """
         with tf.device("/cpu:0"):
             rates, present = mean[0] / mean[1], mean[1] > 0
@@ -71,13 +71,12 @@ class CommonRate:
         return first
 
     def check(self, mean: np.ndarray, step: int) -> None:
-        """Looks at the rates of a step, on a communication thread.
+        """Checks the rates of a step, on a communication thread. Warns, once, if a rate is about to be replaced.
 
         Raises:
-          HopError: If this rank's rate is not that of the first rank, and may not be replaced. Otherwise a warning says
-            so, once.
+          HopError: If this rank's rate differs from the first rank's rate and cannot be replaced.
         """
-        if (data := mean.tobytes()) == self._checked:  # As nearly always.
+        if (data := mean.tobytes()) == self._checked:  # The common case.
             return
         rates, present = mean.reshape(2, self._world_size)
         ranks = np.flatnonzero(present)

@@ -1,4 +1,4 @@
-"""What a program may not do under a scheme, and what it should do instead."""
+"""Refusals of programs that a scheme cannot support, with advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hop_tf.runtime.scheme import Scheme
 
 
 def require_lock_step(scheme: Scheme, what: str) -> None:
-    """Raises ValueError where ranks do not wait for each other; `what` was asked for, and takes that."""
+    """Raises ValueError if ranks do not wait for each other, as `what`, which was asked for, requires."""
     if not scheme.in_lock_step:
         name = type(scheme).__name__
         raise ValueError(
@@ -38,9 +38,10 @@ def refuse_update(scheme: Scheme, optimizer) -> None:
 
 
 def check_optimizer(scheme: Scheme, optimizer, *, refuses_nonfinite: bool) -> None:
-    """Raises ValueError where what comes from other ranks would be gone with the optimizer's next update.
+    """Raises ValueError if the optimizer's next update would lose the values that come from other ranks.
 
-    So it does where values that are not finite are an error (`refuses_nonfinite`), but come up on purpose.
+    Also raises if values that are not finite are an error (`refuses_nonfinite`), but the optimizer makes them on
+    purpose.
     """
     if refuses_nonfinite and loss_scale(optimizer) is not None:
         raise ValueError(
@@ -69,7 +70,7 @@ def refuse_assignments(scheme: Scheme, variables: Sequence[tf.Variable]) -> None
 
 
 def refuse_to_restore(callbacks) -> None:
-    """Raises ValueError where a callback would begin at a later epoch: then steps would not be the others'."""
+    """Raises ValueError if a callback would begin at a later epoch: its steps would differ from the others'."""
     if has_callback(callbacks, keras.callbacks.BackupAndRestore):
         raise ValueError(
             "a rank that was started again takes its state from the others, and passes over the steps that it has "

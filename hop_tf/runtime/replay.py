@@ -1,19 +1,19 @@
-"""`Replay`: a rank computes where its own gradients would have led, until the mean gradients arrive.
+"""`Replay`: a local look-ahead. A rank applies its own gradients until the mean gradients arrive.
 
-    merged weights and slots are moved by the optimizer with mean gradients only, D steps late, alike on all ranks;
-    a rank computes at what that optimizer makes, from there on, of its own gradients that are still under way
+    The optimizer moves the merged weights and slots with mean gradients only, D steps late, equally on all ranks.
+    A rank computes its gradients at weights that follow from these, by its own gradients that are still in flight.
 
 In step t, with g[s] a rank's own gradient of step s:
 
     1. merged: update(mean of g[t - D])
-    2. weights, slots = those that are merged
+    2. weights, slots = the merged ones
     3. update(g[t - D + 1]) ... update(g[t])
 
-These are D + 1 updates of the optimizer, for one copy more of weights and slots, and D - 1 gradients more. What is
-merged is equal on all ranks, to the bit, at every step, whatever the optimizer.
+These are D + 1 updates of the optimizer. They need one more copy of weights and slots, and D - 1 more gradients. The
+merged state is equal on all ranks, to the bit, at every step, with any optimizer.
 
-With D = 1 and most of Keras's optimizers a twin has the merged state, and makes the first update: with many small
-variables it costs next to nothing. Elsewhere the optimizer makes all of them, with its own variables.
+With D = 1 and most of Keras's optimizers, a twin has the merged state and makes the first update: with many small
+variables that costs next to nothing. Otherwise the optimizer makes all updates, with its own variables.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from hop_tf.runtime.averaging import Latest, assign_all, zeros_like
 
 
 class Replay(abc.ABC):
-    """The merged state of an optimizer's variables, and the own gradients that are not merged.
+    """The merged state of an optimizer's variables, and this rank's gradients that are not merged yet.
 
     Args:
       optimizer: The optimizer, built.
-      variables: What it updates.
+      variables: The variables that it updates.
 
     Attributes:
       has_begun: True if there is a merged state.
@@ -48,9 +48,9 @@ class Replay(abc.ABC):
         self.has_begun = False
 
     def begin_once(self) -> None:
-        """Begins with what the state is outside of the graph that is traced, unless it has begun.
+        """Begins with the present state, outside of the graph that is traced, unless the replay has begun.
 
-        A tf.function that makes an optimizer's slots is traced again when they have values.
+        Does nothing if a variable has no value yet: a tf.function that creates slots is traced again when they have.
         """
         state = [*self._variables, *self._slots, iterations_variable(self._optimizer())]
         with tf.init_scope():
@@ -58,7 +58,7 @@ class Replay(abc.ABC):
                 self.begin()
 
     def begin(self) -> None:
-        """Takes the present state for the merged one: nothing is under way. Outside of graphs."""
+        """Takes the present state for the merged state: no gradient is in flight. Outside of graphs."""
         self.has_begun = True
         self.take(self._variables)
 
@@ -68,7 +68,7 @@ class Replay(abc.ABC):
 
     @abc.abstractmethod
     def restore(self) -> None:
-        """Emits the ops that forget own gradients: the state is the merged one."""
+        """Emits the ops that forget this rank's own gradients: the state becomes the merged state."""
 
     @abc.abstractmethod
     def merge(self, mean: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
@@ -76,15 +76,15 @@ class Replay(abc.ABC):
 
         Args:
           mean: The mean gradients, not scaled.
-          rate: The learning rate of the step that they are from.
+          rate: The learning rate of the step of these gradients.
         """
 
     @abc.abstractmethod
     def advance(self, is_due: tf.Tensor, mean: Sequence[tf.Tensor], rate: tf.Tensor, own: Sequence[tf.Tensor]) -> None:
-        """Emits lines 1 to 3, up to where the optimizer itself makes the last update; and what notes g[t].
+        """Emits lines 1 to 3, except the last update, which the optimizer itself makes; and keeps g[t].
 
         Args:
-          is_due: True if there is a mean. Else only g[t] is noted.
+          is_due: True if there is a mean. Otherwise only g[t] is kept.
           mean: As for `merge`.
           rate: As for `merge`.
           own: g[t], not scaled.
@@ -96,7 +96,7 @@ def make_replay(optimizer: object, variables: Sequence[tf.Variable], delay: int)
 
     Args:
       optimizer: The optimizer, built.
-      variables: What it updates.
+      variables: The variables that it updates.
       delay: D, at least 1.
     """
     if delay == 1 and has_twin(optimizer, variables):
@@ -127,7 +127,7 @@ class _TwinReplay(Replay):
 
         def advance() -> None:
             self._twin.update(joined, rate)
-            self._twin.give(decayed=True)  # As the optimizer has done that when it comes to the hooks.
+            self._twin.give(decayed=True)  # The optimizer has applied the decay when it calls the hooks.
 
         tf.cond(is_due, advance, lambda: None)
 
@@ -135,8 +135,8 @@ class _TwinReplay(Replay):
 class _OwnReplay(Replay):
     """A replay whose updates the optimizer makes with its own variables.
 
-    Variables share the memory of what is assigned to them, until one of them is changed: restoring and keeping a state
-    copies nothing by itself.
+    Variables share memory with an assigned value until one of them changes. So restoring and keeping a state copies
+    nothing by itself.
     """
 
     def __init__(self, optimizer: object, variables: Sequence[tf.Variable], delay: int):
@@ -162,7 +162,7 @@ class _OwnReplay(Replay):
             optimizer = self._optimizer()
             for gradients in self._own.all():
                 update(optimizer, gradients, self._variables)
-            # Of the batches whose gradients it accumulates, the optimizer is in the last one. Merged counts are of
+            # The optimizer is in the last of the batches whose gradients it accumulates. Merged counts are of whole
             # updates.
             count, every = iterations_variable(optimizer), gradient_accumulation_steps(optimizer)
             count.assign(count - count % every + every - 1)

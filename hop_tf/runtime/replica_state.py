@@ -1,4 +1,4 @@
-"""`ReplicaState`: a rank's variables as others see them: what they are, and their values."""
+"""`ReplicaState`: a rank's variables, described for other ranks, and their values."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def spec_of(variable: tf.Variable) -> TensorSpec:
 
 
 def sign(what: str, optimizer: str, specs: Sequence[TensorSpec], num_batches: int = 0) -> bytes:
-    """Describes variables and what is to be done with them, so that ranks can compare.
+    """Describes variables and their use, so that ranks can compare.
 
     Args:
-      what: For instance the name of an exchange group.
-      optimizer: `describe_optimizer` of the optimizer, if one matters.
-      specs: Of the variables.
-      num_batches: Of an epoch of the training data that ranks share; 0 if it is not known.
+      what: The use, for instance the name of an exchange group.
+      optimizer: `describe_optimizer` of the optimizer, if it matters.
+      specs: The specs of the variables.
+      num_batches: Number of batches in an epoch of the training data that ranks share; 0 if not known.
     """
     variables = [membership_pb2.Variable(name=s.name, dtype=s.dtype.name, shape=s.shape) for s in specs]
     signature = membership_pb2.GroupSignature(
@@ -43,31 +43,32 @@ def sign(what: str, optimizer: str, specs: Sequence[TensorSpec], num_batches: in
 def describe_optimizer(optimizer: Any) -> str:
     """Class and settings of a Keras optimizer, as far as they can be compared between machines.
 
-    Names do not count, of which Keras numbers those that nobody has chosen; nor do settings that are None.
+    Names do not count, because Keras numbers default names. Settings that are None do not count either.
     """
     settings = _comparable(optimizer.get_config())
     return f"{type(optimizer).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
 
 def _comparable(value: Any) -> Any:
-    """The numbers, strings and truth values in a configuration; None for what is none of them."""
+    """The numbers, strings and truth values in a configuration; None for other values."""
     if isinstance(value, Mapping):
-        if value.get("class_name") == "__lambda__":  # Its code tells where the file is.
+        if value.get("class_name") == "__lambda__":  # Its code contains the path of the file.
             return "lambda"
         known = ((name, _comparable(each)) for name, each in sorted(value.items()) if name != "name")
         return {name: each for name, each in known if each is not None}
     if isinstance(value, (list, tuple)):
         return [_comparable(each) for each in value]
     if isinstance(value, float):
-        return float(f"{value:.7g}")  # Variables keep no more.
+        return float(f"{value:.7g}")  # The precision of variables.
     return value if isinstance(value, (bool, int, str)) else None
 
 
 def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> None:
-    """Raises MismatchError where the signature of rank `other` differs from that of this rank.
+    """Compares the signature of rank `other` with this rank's.
 
     Raises:
-      ProtocolError: If theirs is none.
+      MismatchError: If the two differ.
+      ProtocolError: If `theirs` is no signature.
     """
     try:
         theirs = membership_pb2.GroupSignature.FromString(theirs)
@@ -107,21 +108,21 @@ def _in_words(variable) -> str:
 
 
 class ReplicaState:
-    """All variables that ranks begin with alike: weights, optimizer slots and counters.
+    """All variables with which ranks begin equal: weights, optimizer slots and counters.
 
     Variables are not kept alive. They are listed in the order in which they were added, the same on all ranks.
 
     Args:
-      on_write: Called when this rank has taken over the values of another one.
+      on_write: Called when this rank has taken over the values of another rank.
     """
 
     def __init__(self, on_write: Callable[[], None] = lambda: None):
         self._on_write = on_write
-        # Variables cannot be hashed: by identity.
+        # By identity, because variables cannot be hashed.
         self._known: dict[int, weakref.ref] = {}
 
     def add(self, variables: Iterable[tf.Variable]) -> list[tf.Variable]:
-        """Notes those variables that were not there yet, and returns them."""
+        """Adds the variables that are new, and returns them."""
         new = []
         for variable in variables:
             known = self._known.get(id(variable))
@@ -132,16 +133,16 @@ class ReplicaState:
         return new
 
     def variables(self) -> list[tf.Variable]:
-        """Those that still exist."""
+        """The variables that still exist."""
         variables = [known() for known in self._known.values()]
         return [variable for variable in variables if variable is not None]
 
     def signature(self, groups: str) -> bytes:
-        """What the state consists of, beside these exchange groups."""
+        """Describes the state together with these exchange groups; see `sign`."""
         return sign(groups, "", [spec_of(variable) for variable in self.variables()])
 
     def read(self) -> list[np.ndarray]:
-        """The values, flat. They may share memory with the variables: read-only."""
+        """The values, flat. They may share memory with the variables. Do not modify them."""
         return read(self.variables())
 
     def write(self, payload: np.ndarray) -> None:
@@ -161,7 +162,7 @@ def write(variables: Sequence[tf.Variable], payload: np.ndarray) -> None:
     for variable in variables:
         spec = spec_of(variable)
         end = start + spec.num_elements * spec.dtype.size
-        # A copy: the variable may live longer than it is good to keep the whole message's memory.
+        # A copy: otherwise the variable would keep the whole message's memory.
         value = payload[start:end].copy().view(spec.dtype.as_numpy_dtype)
         with as_own_updates():  # Not the program's: see `hop_tf.keras_hook.watched`.
             variable.assign(value.reshape(spec.shape))

@@ -1,4 +1,4 @@
-"""What a rank counts, and its way to TensorBoard."""
+"""A rank's counters, and their way to TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from hop_tf.runtime.curves import Curves
 from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.version import __version__
 
-# Ranks may differ in the patch level of these, not in more.
+# Ranks may differ in the patch level of these only.
 _COMPARED_PACKAGES = ("tensorflow", "keras")
-# Steps that the median duration is of.
+# Steps in the median duration.
 _NUM_LATEST = 64
-# Steps that are kept: with a recorder, until it asks for them every other second. The older half may be overwritten
-# while it is read.
+# Steps that are kept. A recorder asks for them every other second. The older half may be overwritten while it is read.
 _NUM_KEPT = 4 * _NUM_LATEST
 _NUM_KEPT_FOR_RECORDER = 16384
 
@@ -55,12 +54,12 @@ def _minor_version(package: str) -> str:
 
 
 class StepStatistics:
-    """Steps taken and time waited, counted by the training graph itself.
+    """Steps made and time waited, counted by the training graph itself.
 
-    Times are taken in graphs only, and not under op determinism, which forbids to read the clock.
+    Only graphs take times, and not under op determinism, which forbids reading the clock.
 
     Attributes:
-      recorder: Gets the times of each step; None: nobody does.
+      recorder: Gets the times of each step, or None.
     """
 
     def __init__(self):
@@ -74,16 +73,16 @@ class StepStatistics:
         self._get_state().steps.assign_add(1)
 
     def count_start(self) -> None:
-        """Emits the op that notes that a step begins: its batch is there."""
+        """Emits the op that records the start of a step, when its batch is there."""
         if _takes_times():
             with tf.device("/cpu:0"):
                 self._get_state().record_start()
 
     def count_gradients(self, gradients: Sequence[tf.Tensor], step: tf.Tensor) -> None:
-        """Emits the op that notes, for the recorder, when a step has its gradients.
+        """Emits the op that records, for the recorder, the time when a step has its gradients.
 
         Args:
-          gradients: What has to be there.
+          gradients: The gradients to wait for.
           step: int64 scalar: the step of the session.
         """
         if self.recorder is not None and _takes_times():
@@ -91,7 +90,7 @@ class StepStatistics:
                 self._get_state().record_gradients(step)
 
     def count_wait(self, ready: Sequence, done: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that count the time from `ready` (gradients) to `done` (what others sent); 0 if negative."""
+        """Emits the ops that count the time from `ready` (gradients) to `done` (the result); 0 if negative."""
         if not _takes_times():
             return
         state = self._get_state()
@@ -102,7 +101,7 @@ class StepStatistics:
                 state.add_wait()
 
     def counters(self) -> dict[str, float]:
-        """`steps` and `wait_seconds` so far; `compute_seconds`, the median of the latest steps without waiting."""
+        """`steps` and `wait_seconds` so far, and `compute_seconds`: the median of the latest steps without waiting."""
         if self._state is None:
             return {"steps": 0, "wait_seconds": 0.0, "compute_seconds": 0.0}
         return {
@@ -112,7 +111,7 @@ class StepStatistics:
         }
 
     def latest_seconds(self) -> np.ndarray:
-        """The durations of the latest steps, without what they waited, the last one at the end; float64 array."""
+        """The durations of the latest steps without waiting, as a float64 array. The last step is at the end."""
         return np.empty(0) if self._state is None else self._state.latest_seconds()
 
     def _get_state(self) -> _StepState:
@@ -129,7 +128,7 @@ class StepStatistics:
         recorder, state = self.recorder, self._state
         with on_host():
             first, times = state.times(self._num_recorded, is_final)
-        recorder.drop(first - self._num_recorded)  # A disk that hangs has held it up.
+        recorder.drop(first - self._num_recorded)  # A slow disk has delayed the recorder.
         self._num_recorded = first + len(times)
         steps, started, ready, done, waited = times.T
         steps = steps.astype(np.int64)
@@ -140,7 +139,7 @@ class StepStatistics:
 
 
 def _takes_times() -> bool:
-    """True in a graph that may read the clock. Eagerly, gradients and results are there when they are asked for."""
+    """True in a graph that may read the clock. Eagerly, gradients and results are there when they are requested."""
     return not (tf.executing_eagerly() or is_deterministic())
 
 
@@ -153,15 +152,15 @@ def _make_events(
 
 
 class _StepState:
-    """The counters, and the times of the latest steps, in variables: what the graph notes costs no Python.
+    """The counters, and the times of the latest steps, in variables: the graph records them without Python.
 
-    In a graph TensorFlow runs operations with side effects in the order of the program, among them the clock and every
-    assertion: a reading that comes behind the assertion on a result would wait for the result. Functions that use
-    variables are ordered by those variables only. So the clock is read in functions, and two of them share a variable
-    only where the second one is to wait for the first.
+    In a graph, TensorFlow runs operations with side effects in the order of the program. These include the clock and
+    every assertion. So a reading of the clock after the assertion on a result would wait for the result. Functions that
+    use variables are ordered by those variables only. So functions read the clock, and two of them share a variable
+    only if the second has to wait for the first.
 
     Args:
-      num_kept: Of how many steps the times are kept.
+      num_kept: Number of steps whose times are kept.
     """
 
     def __init__(self, num_kept: int):
@@ -173,9 +172,9 @@ class _StepState:
         self.wait_seconds = variable("wait_seconds")
         self.ready_at = variable("ready_at")
         self._num_starts = variable("starts", 0, tf.int64)
-        # Of the step that is under way: its number, when its gradients were there, and when it had waited.
+        # Of the running step: its number, the time of its gradients, and the end of its wait.
         self._of_step = [variable(name) for name in ("step", "gradients_at", "waited_until")]
-        # When each step began; and of the one before: these three, and how long all until then had waited.
+        # The start of each step; then, of the previous step, these three, and the total waiting time until then.
         self._rows = variable("rows", tf.zeros([num_kept, 5], tf.float64))
 
     @tf.function(autograph=False)
@@ -202,12 +201,12 @@ class _StepState:
         self._of_step[-1].assign(now)
 
     def compute_seconds(self) -> float:
-        """Median time from the start of a step to that of the next one, less what it waited; 0.0 if there is none."""
+        """The median time from the start of a step to the next, less its waiting time; 0.0 without steps."""
         latest = self.latest_seconds()
         return float(np.median(latest)) if latest.size else 0.0
 
     def latest_seconds(self) -> np.ndarray:
-        """These times, those of the latest step at the end."""
+        """The times from step to step less waiting times. The latest step is at the end."""
         _, rows = self._read(int(self._num_starts) - 1 - _NUM_LATEST)
         started, waited = rows[:, 0], rows[:, -1]
         return (np.diff(started) - np.diff(waited))[-_NUM_LATEST:]  # Steps may have ended since.
@@ -217,11 +216,11 @@ class _StepState:
 
         Args:
           first: The first step of interest.
-          is_final: Whether the last one has ended, too: no step is under way.
+          is_final: True if the last step has ended, too: no step is running.
 
         Returns:
-          The first one that is still known; and of each: its number in the session, when it began, when its gradients
-          were there (before it began: never), until when it has waited, and how long.
+          The first step that is still known. Then a row for each step: its number in the session, the times of its
+          start, of its gradients (before the start: never), and of the end of its wait, and its waiting time.
         """
         first, rows = self._read(first)
         if is_final:
@@ -231,22 +230,22 @@ class _StepState:
         return first, np.concatenate([steps, started, ready, done, waited], axis=1)
 
     def _read(self, first: int) -> tuple[int, np.ndarray]:
-        """The first step from `first` on that is known, and the rows from there on."""
+        """The first step, from `first` on, that is known, and the rows from there on."""
         num_starts = int(self._num_starts)
         first = max(first, num_starts - self._num_kept // 2, 0)
         return first, self._rows.sparse_read(np.arange(first, num_starts) % self._num_kept).numpy()
 
 
 class ReportWriter:
-    """Writes the curves of `report()` for TensorBoard now and then; a run `rank_<r>` below `log_dir`.
+    """Writes the curves of `report()` for TensorBoard at intervals, as a run `rank_<r>` below `log_dir`.
 
-    A disk that is full, read-only or gone ends the records, with one warning, and not the training.
+    A disk that is full, read-only or gone ends the records, with one warning. Training continues.
 
     Args:
       report: Returns the counters.
       options: `log_dir` (None: nothing is written) and `report_interval_seconds`.
       rank: This rank.
-      recorder: Gets them now and then; None: nobody does.
+      recorder: Gets the counters at intervals, or None.
     """
 
     def __init__(
@@ -276,7 +275,7 @@ class ReportWriter:
         self._thread.start()
 
     def write(self) -> None:
-        """Writes the curves up to now. What goes wrong is logged; after an error of the disk, nothing more."""
+        """Writes the curves up to now. Errors are logged. After an error of the disk, nothing more is written."""
         with self._writing:
             if self._writer is None:
                 return
@@ -299,7 +298,7 @@ class ReportWriter:
         self._writer.flush()
 
     def _give_up(self, error: tf.errors.OpError) -> None:
-        # Else TensorFlow would keep all further records in memory, and fail at each of them again.
+        # Otherwise TensorFlow would keep all further records in memory, and fail at each of them again.
         self._writer = None
         self._stop.set()
         logging.warning(
@@ -310,7 +309,7 @@ class ReportWriter:
         )
 
     def close(self) -> None:
-        """Writes once more and ends the thread. Idempotent."""
+        """Writes once more, and ends the thread. Idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

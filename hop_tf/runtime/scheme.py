@@ -1,4 +1,4 @@
-"""`Scheme`: what tells one strategy from another, and is asked while models are trained."""
+"""`Scheme`: the part that distinguishes one strategy from another, called while models are trained."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hop_tf.tensors.packing import TensorSpec
 
 
 class Scheme(abc.ABC):
-    """A scheme's half of the training graph, and what it does between steps.
+    """A scheme's part of the training graph, and its work between steps.
 
     Methods that emit are called while a training step is traced (or, with `run_eagerly`, in each step). The others are
-    called outside of graphs. All but the first three may be left as they are.
+    called outside of graphs. All but the first three have defaults.
 
     Attributes:
-      mixes_weights: Whether weights become others than a rank's optimizer has made, as means of all ranks' weights do.
-        Where ranks average gradients only, False.
-      keeps_assignments: Whether what a step assigns to weights after the optimizer's update stays. Not so where updates
-        are made again, or elsewhere.
+      mixes_weights: True if the scheme itself changes weights, for instance by averaging those of all ranks. False if
+        ranks average gradients only.
+      keeps_assignments: True if values that a step assigns to weights after the optimizer's update stay. False if the
+        scheme makes updates again, or makes them elsewhere.
       takes_assignments: True if weights that a program assigns before the update, or between two steps, count. False if
-        a second copy of the weights takes their place.
-      takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count all the same.
-      in_lock_step: Whether each rank waits for all others anyhow, so that they may also do so for `strategy.reduce`.
-      agrees_on_roster: Whether ranks find by the means that they exchange which ranks share a batch, where the others
-        share the rows of one that is lost (see `Roster`). Otherwise each rank goes by what it knows of the others,
-        and changes when it hears of a loss, or of a return.
-      settles_loops: Whether `synchronize` merges what is under way in a custom loop, as the end of `fit` does.
+        a second copy of the weights overwrites them.
+      takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count in any case.
+      in_lock_step: True if each rank waits for all others anyway, so that it may also wait in `strategy.reduce`.
+      agrees_on_roster: True if ranks agree, through the exchanged means, on the ranks that share a batch. This matters
+        when others take over the rows of a lost rank (see `Roster`). Otherwise each rank uses its own knowledge, and
+        changes its slice when it hears of a loss, or of a return.
+      settles_loops: True if `synchronize` merges updates in flight in a custom loop, as the end of `fit` does.
     """
 
     mixes_weights = True
@@ -49,54 +49,54 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
-        """Emits what the scheme does before the optimizer updates the variables.
+        """Emits the scheme's ops before the optimizer updates the variables.
 
         Args:
           group: The exchange group of the optimizer.
-          values: What each of `group.variables` was when the step began.
+          values: The values of `group.variables` when the step began.
           gradients: The local gradients, as the optimizer got them.
 
         Returns:
-          The gradients that the optimizer is to apply, and what `after_update` is to know.
+          The gradients for the optimizer to apply, and a state for `after_update`.
         """
 
     @abc.abstractmethod
     def after_update(self, group: Group, state: Any) -> tf.Tensor:
-        """Emits what the scheme does after the update.
+        """Emits the scheme's ops after the update.
 
         Args:
           group: The exchange group of the optimizer.
-          state: What `before_update` has returned.
+          state: The state that `before_update` has returned.
 
         Returns:
-          int64 scalar: how many training steps are to be passed over (see `Incoming.num_skipped`).
+          int64 scalar: the number of training steps to skip (see `Incoming.num_skipped`).
         """
 
     def end_step(self, group: Group) -> None:
-        """Emits what the scheme does when all of a step is done, also what follows the update."""
+        """Emits the scheme's ops when all of a step is done, including what follows the update."""
 
     def specs_beside(self) -> Sequence[TensorSpec]:
-        """What travels beside a group's variables."""
+        """The tensors that travel with a group's variables."""
         return ()
 
     def common_optimizers(self, group: Group) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
-        """Optimizers that make the same updates of the group on all ranks, with what they remember of these."""
+        """Optimizers that make the same updates of the group on all ranks, each with its state that ranks share."""
         return ()
 
     def watched(self, group: Group) -> Sequence[tf.Variable]:
-        """The variables of which the scheme keeps a second copy. Asked only without `takes_assignments`."""
+        """The variables of which the scheme keeps a second copy. Called only if `takes_assignments` is False."""
         return group.trained
 
     def makes_way(self, group: Group) -> bool:
-        """True if from now on weights that the program assigns count, though the scheme may keep a second copy of them.
+        """True if assigned weights count from now on, because the scheme gives up its second copy of them.
 
-        Called when the program is seen to assign weights of a group, before the update, after it, or between two steps
-        of `fit`; and for each custom loop.
+        Called when the program assigns weights of a group: before the update, after it, or between two steps of `fit`.
+        Also called for each custom loop.
         """
         return False
 
     def take_assigned(self, group: Group, weights: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Emits what takes weights that a custom loop has assigned between two steps.
+        """Emits the ops that take weights that a custom loop has assigned between two steps.
 
         Args:
           group: The exchange group.
@@ -112,32 +112,32 @@ class Scheme(abc.ABC):
         return None
 
     def change_graph(self, group: Group) -> bool:
-        """Does, eagerly, before a step of `fit`, what makes the training step another one; True if it has."""
+        """Changes the graph of the training step, eagerly, before a step of `fit`. Returns True if it has changed."""
         return False
 
     def check_new_group(self) -> None:
-        """Raises ValueError where a group cannot be made now: before others are asked for anything."""
+        """Raises ValueError if a group cannot be created now. Called before any message to other ranks."""
 
     def begin_group(self, group: Group) -> None:
-        """Does, eagerly, what a new group needs before its first step."""
+        """Prepares a new group, eagerly, before its first step."""
 
     def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
-        """Raises ValueError where a group cannot be updated in the same step, after these others (or itself)."""
+        """Raises ValueError if a group cannot be updated in the same step after these others (or itself)."""
 
     def begin_eager_step(self, group: Group) -> None:
-        """Does what a group that is there needs before an eager step, of which no graph tells what comes first."""
+        """Prepares an existing group for an eager step, in which no graph defines the order of operations."""
 
     def begin_training(self, groups: Sequence[Group]) -> None:
-        """Does, eagerly, what the groups that are there need before the first step of a `fit`."""
+        """Prepares the existing groups, eagerly, before the first step of a `fit`."""
 
     def begin_epoch(self, group: Group) -> None:
-        """Does, eagerly, what a group that is there needs before the first step of an epoch of `fit`."""
+        """Prepares an existing group, eagerly, before the first step of an epoch of `fit`."""
 
     def end_epoch(self, group: Group) -> None:
-        """Does, eagerly, what validation and callbacks at the end of an epoch of `fit` count on."""
+        """Prepares a group, eagerly, for validation and callbacks at the end of an epoch of `fit`."""
 
     def finish_training(self, group: Group) -> None:
-        """Does, eagerly, what is left when `fit` has made its last step."""
+        """Completes the work on a group, eagerly, when `fit` has made its last step."""
 
     def break_off(self, group: Group) -> None:
-        """Does, eagerly, what is left when `fit` has failed; nothing of other ranks may be waited for."""
+        """Cleans up a group, eagerly, when `fit` has failed. Must not wait for other ranks."""

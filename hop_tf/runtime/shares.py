@@ -1,8 +1,9 @@
-"""What ranks measure of the rows that they train on, and how they agree on shares of a batch by that.
+"""Measures the rows that ranks train on, and lets ranks agree on shares of a batch by their speeds.
 
-A rank measures how long a step takes from its batch to its gradients, waiting for nobody. When all have made some
-steps, and again whenever an epoch begins, each tells rank 0 its seconds for a row. Rank 0 makes shares in proportion to
-the ranks' speeds, and gives all the same ones. As all wait for that between two steps, all change in the same step.
+A rank measures the time of a step from its batch to its gradients, without waiting for others. When all have made some
+steps, and again whenever an epoch begins, each rank tells rank 0 its seconds per row. Rank 0 makes shares in proportion
+to the ranks' speeds, and sends all ranks the same shares. All ranks wait for them between two steps, so all change in
+the same step.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ from hop_tf.transport.base import Message
 
 QUEUE = "batch_shares"
 
-# Steps after which ranks agree for the first time in a `fit`, and fewest that are enough to measure.
+# Steps before ranks agree for the first time in a `fit`, and the least number of steps for a measurement.
 WARMUP_STEPS = 16
 _MIN_STEPS = 4
-# Steps that the median duration is of.
+# Steps in the median duration.
 _NUM_LATEST = 64
-# What shares that were measured add up to, and the change of one below which it is not worth one.
+# The sum of measured shares, and the relative change below which shares stay.
 _TOTAL = 1 << 16
 _TOLERANCE = 0.03
 
-# The position of a rank that agrees no more.
+# The position of a rank that no longer agrees.
 _ENDED = 1 << 62
-_MEASURED = struct.Struct("<qd")  # The position, and seconds for a row; 0 if that is not known.
+_MEASURED = struct.Struct("<qd")  # The position, and seconds per row; 0 if not known.
 _POSITION = struct.Struct("<q")  # In a decision the shares follow.
 _SHARE = np.dtype("<i8")
 
 
 def refuse_float16(specs: Sequence[TensorSpec], codec: Codec) -> None:
-    """Refuses to weigh by rows what travels as float16: a value times thousands of rows is often beyond its range.
+    """Refuses float16 with weights by rows: a value times thousands of rows is often beyond its range.
 
     Args:
-      specs: What is to travel.
-      codec: What it passes through.
+      specs: The tensors to send.
+      codec: The codec for them.
 
     Raises:
-      ValueError: If any of it travels so.
+      ValueError: If a tensor travels as float16.
     """
     if codec == Identity(dtype="float16") or any(spec.dtype == tf.float16 for spec in specs):
         raise ValueError(
@@ -61,7 +62,7 @@ class RowStatistics:
     """Rows trained on, and the time that they take, counted by the training graph.
 
     Attributes:
-      total: How many rows this rank has trained on; float64 variable.
+      total: Number of rows that this rank has trained on; float64 variable.
     """
 
     def __init__(self):
@@ -79,14 +80,14 @@ class RowStatistics:
     # The clock is read in functions: see `hop_tf.runtime.report`.
 
     def begin_step(self) -> tf.Tensor:
-        """Emits the op that notes that a step begins: its batch is there. The rest of it should come after this."""
+        """Emits the op that records the start of a step, when its batch is there. The rest of the step comes after."""
         with tf.device("/cpu:0"):
             return self._record_start()
 
     def end_step(self, rows: tf.Tensor, gradients: Sequence) -> None:
-        """Emits the op that notes that the gradients of a step with so many rows are there."""
+        """Emits the op that records the time when the gradients of a step with `rows` rows are there."""
         ready = [each for each in tf.nest.flatten(gradients, expand_composites=True) if each is not None]
-        rows = tf.cast(rows, tf.float64)  # Within the context, this would wait in the place of what follows.
+        rows = tf.cast(rows, tf.float64)  # Within the context, only this op would wait, and not the function.
         with tf.device("/cpu:0"), tf.control_dependencies([] if tf.executing_eagerly() else ready):
             self._record_end(rows)
 
@@ -103,7 +104,7 @@ class RowStatistics:
         self._number.assign_add(1)
 
     def take_seconds_per_row(self) -> float:
-        """The median of the steps since this was asked last; 0.0, and they stay, where these are too few."""
+        """The median of the steps since the last call. If these are too few, returns 0.0 and keeps them."""
         number = int(self._number)
         if number < _MIN_STEPS:
             return 0.0
@@ -115,9 +116,9 @@ def shares_of(seconds_per_row: Mapping[int, float], shares: Sequence[int]) -> li
     """Shares in proportion to the ranks' speeds, in whole numbers.
 
     Args:
-      seconds_per_row: Those of the ranks that are there; 0.0 if one is not known.
-      shares: The present ones. Those of ranks that are not there stay; and all, where speeds are not known, or none
-        would change by much.
+      seconds_per_row: Seconds per row of the present ranks; 0.0 if not known.
+      shares: The present shares. Shares of absent ranks stay. All shares stay if a speed is not known, or if none would
+        change by much.
 
     Returns:
       The shares.
@@ -135,19 +136,19 @@ def shares_of(seconds_per_row: Mapping[int, float], shares: Sequence[int]) -> li
 
 
 class ShareAgreement:
-    """Brings all ranks the shares that rank 0 makes of what they have measured.
+    """Brings all ranks the shares that rank 0 makes from their measurements.
 
-    Where in a `fit` ranks agree is a *position*: 1 after the first steps of the first epoch, and 2 e when epoch e
-    begins. A rank that has left is not waited for, and nobody waits for rank 0 when that has: shares stay as they are.
-    A process that was started again takes no part in the running `fit`; it takes shares that come.
+    Ranks agree at *positions* of a `fit`: 1 after the first steps of the first epoch, and 2 e when epoch e begins.
+    Ranks do not wait for a rank that has left. If rank 0 has left, shares stay as they are. A process that was started
+    again takes no part in the running `fit`, but takes shares that come.
 
     Args:
       membership: Waiting and transport.
-      shares: What is agreed on.
+      shares: The shares to agree on.
 
     Attributes:
-      takes_part: Whether this rank tells what it has measured, in the running session.
-      sent_rounds: The position behind the last one that this rank has sent to others in the running session.
+      takes_part: True if this rank reports its measurements in the running session.
+      sent_rounds: The position after the last one that this rank has sent to others in the running session.
     """
 
     def __init__(self, membership: Membership, shares: BatchShares):
@@ -155,7 +156,7 @@ class ShareAgreement:
         self._shares = shares
         self._others = [rank for rank in range(membership.world_size) if rank != membership.rank]
         self._queue = SessionQueue(membership, QUEUE, membership.session)
-        self._measured: dict[int, tuple[int, float]] = {}  # The latest position, and seconds for a row, of each rank.
+        self._measured: dict[int, tuple[int, float]] = {}  # By rank: the latest position, and seconds per row.
         self._decided: tuple[int, list[int]] = (0, [])
         self._incarnations: dict[int, int] = {}
         self.takes_part = True
@@ -172,13 +173,13 @@ class ShareAgreement:
             self.sent_rounds = 0
 
     def agree(self, position: int, seconds_per_row: float) -> None:
-        """Assigns the shares that all ranks get; between two steps.
+        """Assigns the shares that all ranks get. Called between two steps.
 
         Args:
           position: See above.
-          seconds_per_row: What this rank has measured; 0.0 if it has not.
+          seconds_per_row: This rank's measurement; 0.0 without one.
 
-        Blocks: until all ranks that take part have come here, and rank 0's answer is there.
+        Blocks: until all ranks that take part have called this, and rank 0's answer has come.
 
         Raises:
           HopError: As `Membership.wait` does.
@@ -192,7 +193,7 @@ class ShareAgreement:
         self._assign()
 
     def end(self) -> None:
-        """This rank agrees no more in this session: it may have to wait for others, which must not wait for it."""
+        """Ends this rank's part in the session's agreements, so that no rank waits for it while it waits for them."""
         if not self.takes_part:
             return
         if self._membership.rank == 0:
@@ -204,7 +205,7 @@ class ShareAgreement:
         decided, _ = self._decided
 
         def missing() -> list[int]:
-            # Whoever waits for a decision is there, also at an earlier position: epochs may be shorter here.
+            # A rank that waits for a decision counts, even at an earlier position: epochs may be shorter here.
             known = self._measured
             return [r for r in self._others if known.get(r, (0,))[0] <= decided and self._counts(r, position)]
 
@@ -216,7 +217,7 @@ class ShareAgreement:
         self._tell(*self._decided, position)
 
     def _tell(self, position: int, shares: Sequence[int], number: int) -> None:
-        """Tells all what rank 0 has decided."""
+        """Sends rank 0's decision to all."""
         header = _POSITION.pack(position) + np.array(shares, _SHARE).tobytes()
         with self._membership.monitor:
             present = [rank for rank in self._others if self._membership.departure(rank) is None]
@@ -246,7 +247,7 @@ class ShareAgreement:
         return not is_new and self._membership.departure(rank) is None
 
     def _counts(self, rank: int, position: int) -> bool:
-        """Whether `rank` takes part. With the monitor held, or where a race does no harm."""
+        """True if `rank` takes part. Called with the monitor held, or where a race does no harm."""
         is_new = self._membership.incarnation_of(rank) != self._incarnations[rank]
         return not is_new and self._membership.delivers(rank, QUEUE, position)
 

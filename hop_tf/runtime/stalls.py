@@ -1,4 +1,4 @@
-"""`StallReport`: what a rank tells that waits for others for long."""
+"""`StallReport`: the report of a rank that waits for others for a long time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StallReport:
             self._path = folder / "stacks.txt"
 
     def __call__(self, text: str) -> None:
-        """Tells of a stall that `text` describes. A disk that cannot be written to is no reason to end training."""
+        """Reports a stall that `text` describes. Training continues even if the file cannot be written."""
         if self._path is None:
             logging.warning("%s", text)
             return

@@ -1,4 +1,4 @@
-"""`StepRecords`: what a rank records of the calls that Keras makes while it trains."""
+"""`StepRecords`: records of the calls that Keras makes on a rank while it trains."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class StepRecords:
     """Records steps and validations, and profiles some steps.
 
     Attributes:
-      recorder: Takes the records; None: nothing is recorded.
-      profiler: Profiles some steps; None: no step is profiled.
+      recorder: Takes the records, or None.
+      profiler: Profiles some steps, or None.
     """
 
     def __init__(self):
@@ -25,14 +25,14 @@ class StepRecords:
         self._batch_began_at = 0.0
 
     def begin_batch(self) -> None:
-        """`fit` is about to run a step, or several."""
+        """Called when `fit` is about to run a step, or several."""
         if self.profiler is not None:
             self.profiler.begin_batch()
         if self.recorder is not None:
             self._batch_began_at = self.recorder.now()
 
     def end_batch(self) -> None:
-        """It has run them."""
+        """Called when `fit` has run the step, or steps."""
         self._add(Kind.STEP, self._batch_began_at)
         if self.profiler is not None:
             self.profiler.end_batch()
@@ -45,7 +45,7 @@ class StepRecords:
         self._add(Kind.VALIDATION, begin)
 
     def end_epoch(self, logs: Mapping[str, object]) -> None:
-        """An epoch has ended with these metrics; those of short ones are recorded now and then."""
+        """Called when an epoch has ended with these metrics. If epochs are short, only some are recorded."""
         if self.recorder is not None:
             values = {name: float(value) for name, value in logs.items() if isinstance(value, numbers.Real)}
             self.recorder.add_now_and_then("metrics", {"values": values})

@@ -1,8 +1,9 @@
-"""`StopAgreement`: ranks that wait for each other stop after the same step, if one of them is to stop.
+"""`StopAgreement`: synchronous ranks stop after the same step, if one of them is to stop.
 
-A rank counts the steps that it has begun. If it is to stop, it tells the others that number, and begins no further step
-before it has heard theirs. A rank that hears of this does the same, at once: the thread that takes the message answers.
-So each rank tells one number, and all know the largest one. Up to there all make their steps, and stop.
+A rank counts the steps that it has begun. A rank that is to stop tells the others its number, and begins no further
+step before it has heard their numbers. A rank that gets such a message does the same at once: the thread that takes the
+message answers. So each rank tells one number, and all know the largest. All ranks make their steps up to this number,
+and stop.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ _BEGUN = struct.Struct("<q")
 
 
 class StopAgreement:
-    """Agrees on the last step of a `fit`, when a rank asks for that.
+    """Agrees on the last step of a `fit` when a rank asks for it.
 
-    A rank that has left, or has made all of its steps, is not awaited. While no rank asks, a step costs a comparison
-    without a lock, and no message.
+    Ranks do not wait for a rank that has left, or has made all of its steps. While no rank asks, a step costs a
+    comparison without a lock, and no message.
 
     Args:
       membership: Waiting and transport.
       epochs: Knows which ranks take part.
 
     Attributes:
-      num_begun: How many steps of the running `fit` this rank has begun.
+      num_begun: Number of steps of the running `fit` that this rank has begun.
     """
 
     def __init__(self, membership: Membership, epochs: EpochAgreement):
         self._membership = membership
         self._epochs = epochs
         self._queue = SessionQueue(membership, QUEUE, membership.session)
-        self._told: dict[int, int] = {}  # By rank, how many steps it had begun when it heard that one is to stop.
+        self._told: dict[int, int] = {}  # By rank: its number of begun steps when it heard of the stop.
         self.num_begun = 0
         self._queue.start(self._on_message)
 
@@ -50,56 +51,56 @@ class StopAgreement:
 
     @property
     def is_asked(self) -> bool:
-        """True if this rank, or another one, is to stop."""
+        """True if this rank, or another rank, is to stop."""
         return self._membership.rank in self._told
 
     @property
     def sent_rounds(self) -> int:
-        """For the message with which this rank leaves: how many messages it has sent to each other one."""
+        """For the message with which this rank leaves: the number of messages that it has sent to each other rank."""
         return int(self.is_asked)
 
     def begin_steps(self, number: int) -> bool:
-        """Counts the next steps as begun; False if this rank has to stop before them.
+        """Counts the next steps as begun. Returns False if this rank has to stop before them.
 
-        Blocks: if a rank is to stop, until all have told how many steps they have begun.
+        Blocks: if a rank is to stop, until all ranks have told their numbers of begun steps.
 
         Raises:
           HopError: As `Membership.wait` does.
         """
-        # First count, then look. So a thread that is told meanwhile either counts these steps, too, or is seen here.
+        # First count, then check. So a message that comes meanwhile either includes these steps, or is seen here.
         self.num_begun += number
         if not self._told:
             return True
         with self._membership.monitor:
             if not self.is_asked or self._told[self._membership.rank] >= self.num_begun:
-                return True  # In the latter case the others count on these steps.
+                return True  # If this rank has told a number that includes these steps, the others wait for them.
             self.num_begun -= number
         if self.is_reached():
             return False
-        self.num_begun += number  # Nobody is told this number any more.
+        self.num_begun += number  # The others are not told this number any longer.
         return True
 
     def end_epoch(self, num_made: int) -> None:
-        """The epoch that has ended leaves this rank at so many steps: its data may have ended before a step begun."""
+        """Corrects the count at the end of an epoch: the data may have ended before a step that counted as begun."""
         with self._membership.monitor:
             self.num_begun = num_made
 
     def ask(self) -> None:
-        """This rank is to stop. Does not block for long."""
+        """Called when this rank is to stop. Does not block for long."""
         with self._membership.monitor:
             tell = None if self.is_asked else self._note_own()
         if tell is not None:
             tell()
 
     def is_reached(self) -> bool:
-        """True if this rank has made the last step that ranks have agreed on. Only if `is_asked`.
+        """True if this rank has made the last step that ranks have agreed on. Called only if `is_asked`.
 
-        Blocks: as `begin_steps`.
+        Blocks: as `begin_steps` does.
 
         Raises:
-          HopError: As there.
+          HopError: As `begin_steps` does.
         """
-        with contextlib.suppress(LeftBehind):  # Then it goes by those that it has heard.
+        with contextlib.suppress(LeftBehind):  # Then this rank uses the numbers that it has heard.
             self._membership.wait(
                 lambda: [rank for rank in self._epochs.others if rank not in self._told and self._takes_part(rank)],
                 operation="agree on the last step",
@@ -112,14 +113,14 @@ class StopAgreement:
         return not self._epochs.has_ended(rank) and self._membership.delivers(rank, QUEUE, 0)
 
     def _note_own(self) -> Callable[[], None]:
-        """Notes how many steps this rank has begun; returns what tells the others. The monitor must be held."""
+        """Records the number of begun steps. Returns a function that tells the others. The monitor must be held."""
         num_begun = self._told[self._membership.rank] = self.num_begun
         ranks = [rank for rank in self._epochs.others if self._takes_part(rank)]
 
         def tell() -> None:
             for rank in ranks:
                 self._membership.transport.connect(rank)  # From now on its silence counts.
-                # That this rank leaves meanwhile must not end a thread that takes messages.
+                # Not interruptible: if this rank leaves meanwhile, the thread that takes messages must go on.
                 self._queue.send(rank, _BEGUN.pack(num_begun), step=num_begun, interruptible=False)
 
         return tell

@@ -1,10 +1,11 @@
-"""`Sum`: a variable to which several processes add, and what each of them has added.
+"""`Sum`: a variable to which several processes add, and the contribution of each of them.
 
 Each process tells its whole contribution, with a version. A newer version replaces an older one. So ranks that know the
-same versions hold the same sum, to the bit. An agreement that a rank has missed loses nothing and counts nothing twice.
+same versions hold the same sum, to the bit. If a rank misses an agreement, nothing is lost, and nothing counts twice.
 
-Only the changes that steps make add up. If a program assigns the variable where no step runs, as to count from 0 again,
-a new *generation* begins: all ranks begin with that value, and the contributions of older generations count no longer.
+Only the changes that steps make add up. If a program assigns the variable while no step runs, for instance to count
+from 0 again, a new *generation* begins. All ranks begin with that value, and the contributions of older generations no
+longer count.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-START = ""  # The contribution that all ranks begin with. It is added first.
-_NUM_VERSIONS = 1 << 32  # Of each generation: those of later generations are larger.
+START = ""  # Name of the contribution that all ranks begin with. It is added first.
+_NUM_VERSIONS = 1 << 32  # Number of versions in a generation. Later generations have larger versions.
 
 
 class Sum:
@@ -25,10 +26,10 @@ class Sum:
 
     Args:
       variable: The variable.
-      own: This process among the contributors. Names are added in their order.
-      rank: This rank. Of two values with which ranks begin a generation, that of the lower rank counts.
+      own: This process's name as a contributor. Contributions are added in the order of names.
+      rank: This rank. If two ranks begin a generation with different values, the lower rank's value counts.
       path: The variable's name for users.
-      joins: True if this process joins others. It then hears from them which value they began with.
+      joins: True if this process joins others. The others then tell this process their first value.
     """
 
     def __init__(self, variable: tf.Variable, own: str, *, rank: int, path: str, joins: bool):
@@ -41,19 +42,19 @@ class Sum:
             self._parts[START] = 1, self._counted
 
     def is_of(self, variable: tf.Variable) -> bool:
-        """True if the variable still is the one with this sum: identities are used again."""
+        """True if `variable` still is the variable with this sum: ids are reused."""
         return self._variable() is variable
 
     def begin_here(self) -> None:
-        """Counts changes of the variable from its present value on: that is no contribution of this process."""
+        """Counts changes of the variable from its present value on. That value is no contribution of this process."""
         if (variable := self._variable()) is not None:
             self._counted = np.array(variable.numpy()).reshape(-1)
 
     def begin_anew(self) -> None:
-        """Begins a generation if the variable has changed since changes were counted. No step has run since then."""
+        """Begins a generation if the variable has changed since the last count, although no step has run since."""
         counted = self._counted
         self.begin_here()
-        if self._counted.tobytes() == counted.tobytes():  # Also nan.
+        if self._counted.tobytes() == counted.tobytes():  # Works for nan, too.
             return
         nothing = np.zeros_like(counted)
         if START in self._parts:
@@ -67,7 +68,7 @@ class Sum:
         return self._parts[START][0] // _NUM_VERSIONS if START in self._parts else 0
 
     def count_own(self) -> np.ndarray:
-        """Counts what this process has added by now; returns its whole contribution."""
+        """Counts the changes by this process up to now. Returns its whole contribution."""
         version, part = self._parts[self._own]
         counted = self._counted
         self.begin_here()
@@ -76,15 +77,15 @@ class Sum:
 
     @property
     def versions(self) -> dict[str, int]:
-        """By contributor, the version that this process knows."""
+        """The version that this process knows, by contributor."""
         return {name: version for name, (version, _) in self._parts.items()}
 
     def part_of(self, name: str) -> np.ndarray:
-        """The contribution that this process knows of another one."""
+        """The contribution of a process, as far as this process knows it."""
         return self._parts[name][1]
 
     def take(self, name: str, version: int, part: np.ndarray) -> None:
-        """Takes over a contribution, unless a newer one is known, or it is of an older generation."""
+        """Takes over a contribution, unless a newer version is known, or its generation is older."""
         if version <= self.versions.get(name, 0) or version // _NUM_VERSIONS < self._generation:
             return
         before = self._parts.get(name)
@@ -93,7 +94,7 @@ class Sum:
             self._follow(before[1].tobytes() == part.tobytes())
 
     def _follow(self, is_same_value: bool) -> None:
-        """Another rank has begun the generation, or a newer one."""
+        """Called when another rank has begun this generation, or a newer one."""
         own = self._parts[self._own]
         is_late = own[0] // _NUM_VERSIONS < self._generation
         self._parts = {n: p for n, p in self._parts.items() if p[0] // _NUM_VERSIONS >= self._generation}
@@ -118,11 +119,11 @@ class Sum:
 def told_versions(versions: Sequence[dict[str, int]], told: Sequence[str]) -> list[int]:
     """The versions of the contributions to one sum that processes have told.
 
-    A process that has joined does not know the generation yet. It has added to the newest one.
+    A process that has joined does not know the generation yet. Its contribution belongs to the newest generation.
 
     Args:
-      versions: What each process knows of the sum.
-      told: Their own names.
+      versions: The versions of the sum that each process knows.
+      told: The processes' own names.
     """
     newest = max(each.get(START, 0) for each in versions) // _NUM_VERSIONS * _NUM_VERSIONS
     return [each[name] + (0 if START in each else newest) for each, name in zip(versions, told, strict=True)]
@@ -132,8 +133,8 @@ def missing(versions: Sequence[dict[str, int]], told: Sequence[str]) -> list[tup
     """The contributions that some processes know in a newer version than others.
 
     Args:
-      versions: What each process knows of one sum.
-      told: Their own names: they have all told their contributions.
+      versions: The versions of one sum that each process knows.
+      told: The processes' own names. They have all told their contributions.
 
     Returns:
       For each such contribution, the first process that knows the newest version, and the contributor.

@@ -1,4 +1,4 @@
-"""`TrainingRun`: what a strategy does while a model is trained, `fit` by `fit` and step by step."""
+"""`TrainingRun`: a strategy's work while a model is trained, `fit` by `fit` and step by step."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from hop_tf.runtime.worker import Worker
 
 
 class Phase(enum.Enum):
-    """Where training is. The session of a custom loop begins with its first step, and has no end of its own."""
+    """The phases of training. The session of a custom loop begins with its first step, and has no end of its own."""
 
     OUTSIDE = "outside of `fit`, also within a custom loop"
     FITTING = "`fit` makes steps"
@@ -64,25 +64,25 @@ class TrainingRun(TrainingHooks):
     """Sessions, groups and steps of one strategy: the same for every scheme.
 
     Args:
-      scheme: What is asked.
+      scheme: The scheme to call.
       rank: This rank.
       world_size: Number of ranks.
       skips_steps: See `ExchangeStrategy`.
       joins_at_once: See `ExchangeStrategy`.
       after_fit: Called when a `fit` has ended well.
-      write_report: Called when a `fit` has ended, in any way.
-      shares: What part of a batch each rank takes. Default: all parts are equal, and no rank weighs its rows.
-      roster: The ranks that share each batch, where others share the rows of a lost rank. Default: all ranks share it.
-      may_fall_behind: True if the others may go on without this rank, and let it join them again. Default False.
+      write_report: Called when a `fit` has ended, even by an error.
+      shares: The part of a batch that each rank takes. Default: equal parts, and ranks do not weigh by rows.
+      roster: The ranks that share each batch, if others take over the rows of a lost rank. Default: all ranks share it.
+      may_fall_behind: True if the others may continue without this rank, and let it join them again. Default False.
       plugins: Tools that take part. Default: none.
 
     Attributes:
-      worker: This rank among the others; None in a world of one without servers: then steps are left as they are.
-      data: How training data is shared out.
+      worker: This rank among the others; None for a single rank without servers, whose steps stay as they are.
+      data: Shares the training data among ranks.
       states: The states of programs that ranks agree on.
       statistics: Steps and waiting times.
-      shares: What part of a batch each rank takes; None where all parts are equal.
-      roster: The ranks that share each batch; None where all ranks do, whoever is lost.
+      shares: The part of a batch that each rank takes; None if all parts are equal.
+      roster: The ranks that share each batch; None if all ranks share it, even lost ones.
       records: Records and profiles steps.
     """
 
@@ -122,7 +122,7 @@ class TrainingRun(TrainingHooks):
             slices_in_step=scheme.agrees_on_roster,
         )
         self.states = AgreedStates(rank)
-        self._settled_at = -1  # After how many steps sums were settled in a custom loop.
+        self._settled_at = -1  # The number of steps when sums were last settled in a custom loop.
         self.statistics = StepStatistics()
         self.records = StepRecords()
         # For each optimizer, by the identities of the variables that it updates together.
@@ -156,7 +156,7 @@ class TrainingRun(TrainingHooks):
             )
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leaves the cluster for good; `error` is what has ended a custom loop, if anything did."""
+        """Leaves the cluster for good. `error` is the error that has ended a custom loop, if any."""
         for plugin in self._plugins:
             plugin.close()
         self.records.close()
@@ -167,7 +167,7 @@ class TrainingRun(TrainingHooks):
 
     @contextlib.contextmanager
     def fit_session(self, x, callbacks=None) -> Iterator[None]:
-        """What surrounds `model.fit`: enter the session, leave it in any case, raise what really happened."""
+        """Surrounds `model.fit`: enters the session, leaves it in any case, and raises the real cause of a failure."""
         if self.worker is None:
             yield
         else:
@@ -194,14 +194,14 @@ class TrainingRun(TrainingHooks):
                     backups.agree(self._rank, self.worker.collectives.share, in_lock_step=self._scheme.in_lock_step)
                 if self._rows is not None:
                     self._rows.begin_fit(self.worker.share_agreement, takes_part=not self.worker.joining)
-                # A process that was started again passes over epochs that are gone.
+                # A process that was started again skips past epochs.
                 agrees = agrees and not self.worker.joining
                 self.worker.epoch_ends.begin_fit(agrees=agrees, in_lock_step=self._scheme.in_lock_step)
                 self._passed_steps.begin_session()
                 if self.worker.joining and not self._joins_at_once:
                     refuse_to_restore(callbacks)
                 yield
-                self.finish_training()  # Without an optimizer of its own, a model does not tell of its last step.
+                self.finish_training()  # Keras does not call this for a model without an optimizer of its own.
                 if self.worker.membership.is_left_behind:
                     raise LeftBehind(str(self.worker.membership.failure))
                 if self.is_behind:
@@ -231,7 +231,7 @@ class TrainingRun(TrainingHooks):
 
     @contextlib.contextmanager
     def _naming_causes(self) -> Iterator[None]:
-        """Raises what really happened where an operation fails because the job is broken."""
+        """Raises the real cause if an operation fails because the job is broken."""
         try:
             yield
         except LeftBehind as error:
@@ -242,7 +242,7 @@ class TrainingRun(TrainingHooks):
             failure = self.worker.membership.failure
             if failure is None or self.worker.membership.is_left_behind:
                 raise
-            # An operation that has failed with this text only tells, at length, where it is in the graph.
+            # If the operation has failed with this text, its error adds only a long description of the graph.
             raise failure from (None if type(failure).__name__ in error.message else error)
 
     @as_own_updates()
@@ -252,7 +252,7 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def _end_loop(self) -> None:
-        """Ends the session of a custom loop, if one is under way: it has no end of its own."""
+        """Ends the session of a custom loop, if there is one: it has no end of its own."""
         if self.worker.in_session:
             self.settle_sums()
             if self._scheme.settles_loops:
@@ -262,7 +262,7 @@ class TrainingRun(TrainingHooks):
             self.worker.end_session(None)
 
     def settle_sums(self) -> None:
-        """Adds what the steps of a custom loop have changed. If no step has run, sums begin from what was assigned."""
+        """Adds the changes by steps of a custom loop to the sums. If no step has run, assigned sums begin anew."""
         num_steps = self.statistics.counters()["steps"]
         if self.worker.in_session and num_steps != self._settled_at:
             self.states.count_own()
@@ -272,7 +272,7 @@ class TrainingRun(TrainingHooks):
 
     @contextlib.contextmanager
     def outside_loop(self) -> Iterator[None]:
-        """Surrounds what all ranks do together between two steps of a custom loop."""
+        """Surrounds common operations of all ranks between two steps of a custom loop."""
         loops = self.worker.in_session and self._scheme.settles_loops
         if loops:
             self._end_loop()
@@ -282,13 +282,13 @@ class TrainingRun(TrainingHooks):
             self.begin_training()
 
     def _require_session(self) -> None:
-        """A custom loop enters its session at its first step."""
+        """Enters the session of a custom loop at its first step."""
         if not self.worker.in_session:
             self.states.begin_anew()
             self._begin_session()
 
     def _begin_session(self, *, agrees_on_epochs: bool = False, claims: Sequence[str] = ()) -> None:
-        """Enters a session whose ranks are to make the same inputs of the same data, and know each other's devices."""
+        """Enters a session. Ranks compare the tables of their layers, and tell each other their devices."""
         layers = AdaptedLayers()
         claims = [*claims, *layers.claims, *self._replicas.claims]
         self.worker.begin_session(agrees_on_epochs=agrees_on_epochs, claims=claims)
@@ -298,11 +298,11 @@ class TrainingRun(TrainingHooks):
         if layers.is_needed(self.worker.membership.owners) and not self.worker.joining:
             layers.compare(self.worker.collectives.share)
 
-    # What Keras does while it trains.
+    # Called by Keras while it trains.
 
     @as_own_updates()
     def begin_training(self, model: keras.Model | None = None) -> None:
-        """Lets the scheme look at what has changed between two fits, and by callbacks."""
+        """Lets the scheme take changes from before `fit`, and by callbacks."""
         if self.worker is not None:
             self.worker.epoch_ends.begin_training(model)
         self._missed_steps.begin_training()
@@ -312,7 +312,7 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def begin_epoch(self) -> None:
-        """Lets ranks agree on shares, and the scheme look at what callbacks have changed since the last epoch."""
+        """Lets ranks agree on shares, and lets the scheme take changes by callbacks since the last epoch."""
         if self._rows is not None:
             self._rows.begin_epoch(agrees=not self.is_behind)
         if self.worker is not None:
@@ -324,7 +324,7 @@ class TrainingRun(TrainingHooks):
         self.states.begin_anew()
 
     def begin_steps(self, number: int) -> bool:
-        """See `EpochEnds`. A rank that was left behind begins to pass over steps."""
+        """See `EpochEnds`. A rank that was left behind begins to skip steps."""
         if self.may_fall_behind and self.worker.membership.is_left_behind:
             self.worker.begin_again()
             self._passed_steps.fall_behind()
@@ -351,7 +351,7 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def end_epoch(self, model: keras.Model) -> None:
-        """Lets the scheme do what validation and callbacks count on; keeps the metrics, which validation resets."""
+        """Lets the scheme prepare for validation and callbacks. Keeps the metrics, which validation resets."""
         if self.worker is not None:
             self.worker.epoch_ends.note_metrics(model)
         if not self.is_behind:
@@ -362,14 +362,14 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def change_graph(self) -> tuple[Hashable, Hashable] | None:
-        """Lets the scheme make the next step another one; see `TrainingHooks`."""
+        """Lets the scheme change the graph of the next step; see `TrainingHooks`."""
         groups = () if self.is_behind else self.groups
         before = tuple(self._scheme.graph_of(group) for group in groups)
         have_changed = [self._scheme.change_graph(group) for group in groups]
         return (before, tuple(self._scheme.graph_of(group) for group in groups)) if any(have_changed) else None
 
     def begin_batch(self) -> None:
-        """See `StepRecords`. Steps count by the shares of the ranks that are there, which share the batch."""
+        """See `StepRecords`. Steps weigh by the shares of the present ranks, which share the batch."""
         if not self.is_behind:
             self._assignments.begin_batch()
         if self.shares is not None:
@@ -379,7 +379,7 @@ class TrainingRun(TrainingHooks):
         self.records.begin_batch()
 
     def end_batch(self, num_steps: int) -> None:
-        """Records the step; lets ranks agree on shares, when they have made the first steps of a `fit`."""
+        """Records the step. Lets ranks agree on shares when they have made the first steps of a `fit`."""
         self.records.end_batch()
         if self._rows is not None:
             self._rows.end_batch(num_steps, agrees=not self.is_behind)
@@ -389,7 +389,7 @@ class TrainingRun(TrainingHooks):
         return self.records.validation()
 
     def average_metrics(self, logs: dict, num_steps: int) -> None:
-        """Puts the metrics over the ranks in the place of this rank's, where ranks agree on them; records them."""
+        """Replaces this rank's metrics by those over all ranks, if ranks agree on them. Records the metrics."""
         has_step = not (self._passed_steps.has_no_metrics or self._missed_steps.are_all)
         num_steps += self._missed_steps.num_at_end
         if not has_step:
@@ -402,7 +402,7 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def finish_training(self) -> None:
-        """Lets the scheme do, once in a `fit`, what is left when the last step has been made."""
+        """Lets the scheme complete its work, once in a `fit`, when the last step has been made."""
         if self._phase is not Phase.FITTING:
             return
         self._phase = Phase.FINISHED
@@ -417,7 +417,7 @@ class TrainingRun(TrainingHooks):
             self._final_weights.note([variable for group in self.groups for variable in group.variables])
 
     def _agree_on_final_weights(self) -> None:
-        """Looks at what callbacks have changed when all steps were made: other ranks have left the session, or will."""
+        """Handles weights that callbacks have changed after the last step. Others have left the session, or will."""
         if not self._final_weights.is_needed(self.worker.membership.owners):
             return
         if self._scheme.in_lock_step:
@@ -433,7 +433,7 @@ class TrainingRun(TrainingHooks):
         return self.data.keras_call()
 
     def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """This rank's part of the training data; everything, where the data is for validation or prediction."""
+        """This rank's part of the training data; all data for validation or prediction."""
         part = self.data.part_of(dataset)
         if self.roster is not None:
             self.worker.membership.divides_anew = self.roster.is_in_use
@@ -458,20 +458,20 @@ class TrainingRun(TrainingHooks):
 
     @property
     def num_loss_parts(self) -> int:
-        """In a custom loop the number of ranks: it divides losses by that, as under any `tf.distribute.Strategy`.
+        """In a custom loop, the number of ranks: it divides losses by that, as under any `tf.distribute.Strategy`.
 
-        In Keras's own loops 1: what users write for these, such as a `train_step` or a callback, divides by nothing.
+        In Keras's own loops, 1: user code for these, such as a `train_step` or a callback, does not divide losses.
         """
         return 1 if self.data.is_inside_keras else self._world_size
 
     @property
     def replicas(self) -> Replicas:
-        """Those of all ranks."""
+        """The replicas of all ranks."""
         return self._replicas
 
     @property
     def shuffle_seed(self) -> int | None:
-        """That of the running session."""
+        """The seed of the running session; None for a single rank."""
         return self.worker.membership.seed if self._world_size > 1 else None
 
     @property
@@ -495,7 +495,7 @@ class TrainingRun(TrainingHooks):
         if self._rows is not None:
             self._rows.begin_step(trace)
         if self.worker is not None and trace.model is not None and is_built(trace.model):
-            refuse_xla()  # Before other ranks are asked for anything.
+            refuse_xla()  # Before any message to other ranks.
             optimizer = getattr(trace.model, "optimizer", None)
             slots = optimizer.variables if optimizer is not None and optimizer.built else ()
             with tf.init_scope():
@@ -519,17 +519,17 @@ class TrainingRun(TrainingHooks):
         return self._phase is not Phase.OUTSIDE and trace.model is not None
 
     def _state_beside(self) -> list[tf.Variable]:
-        """What a process that was started again takes over beside a model's variables."""
+        """Variables that a restarted process takes over in addition to a model's."""
         shares = [self.shares.variable] if self.shares is not None and self.shares.is_automatic else []
         has_roster = self.roster is not None and self._scheme.agrees_on_roster
         return [*shares, *([self.roster.variable] if has_roster else [])]
 
     def leave_step(self, trace: StepTrace) -> None:
-        """Raises if a step trained a model and no update was seen: nothing would be exchanged, silently."""
+        """Raises if a step trained a model without an update that was seen: silently, nothing would be exchanged."""
         trains = self.worker is not None and trace.model is not None and trace.model.trainable_weights
         optimizer = getattr(trace.model, "optimizer", None)
         if tf.executing_eagerly() and optimizer is not None and gradient_accumulation_steps(optimizer) > 1:
-            return  # Its batch may be one of those that make no update; in a graph there is one for the others.
+            return  # This batch may be one without an update. A graph includes the update for other batches.
         if trains and not trace.num_updates:
             raise HopError(
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
@@ -547,12 +547,12 @@ class TrainingRun(TrainingHooks):
 
     @property
     def num_rows(self) -> tf.Tensor | None:
-        """Those of the step, where ranks weigh theirs; see `BatchShares`."""
+        """The step's `BatchShares.rows`; None if ranks do not weigh by rows."""
         return None if self.shares is None else self.shares.rows
 
     @property
     def replaces_gradients(self) -> bool:
-        """Whether a step is not left as it is."""
+        """True if a step exchanges its gradients, or delays them. Otherwise it is left as it is."""
         return self.worker is not None or self._delays_gradients
 
     @property
@@ -560,7 +560,7 @@ class TrainingRun(TrainingHooks):
         return any(plugin.delays_gradients for plugin in self._plugins)
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
-        """Runs the scheme's half of the graph; returns the gradients to apply."""
+        """Emits the scheme's half of the graph. Returns the gradients to apply."""
         if self.replaces_gradients:
             refuse_xla()
         trace.refuse_nested_function()
@@ -601,7 +601,7 @@ class TrainingRun(TrainingHooks):
         return tf.nest.map_structure(lambda each: _reduced(reduce_op, self.worker.collectives.all_gather(each)), value)
 
     def gather(self, value, axis):
-        """What the ranks have, one after the other along `axis`."""
+        """The values of all ranks, concatenated along `axis`."""
         if self._world_size == 1:
             return value
         require_lock_step(self._scheme, "what all ranks have")
@@ -618,7 +618,7 @@ class TrainingRun(TrainingHooks):
             refuse_update(self._scheme, optimizer)
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
-        """Runs what the scheme does after the update, and ends the group's step."""
+        """Emits the scheme's ops after the update, and ends the group's step."""
         if self.worker is None:
             return
         group = self._groups[optimizer][_key(variables)]
@@ -636,7 +636,7 @@ class TrainingRun(TrainingHooks):
             self._scheme.check_new_group()
             check_optimizer(self._scheme, optimizer, refuses_nonfinite=self.worker.finite_check.raises)
             carried = trace.unclaimed_means(variables)
-            begun = tf.executing_eagerly()  # Else the step is only traced.
+            begun = tf.executing_eagerly()  # Otherwise the step is only traced.
             with tf.init_scope():
                 values = [trace.value_at_start(each) if begun else each.read_value() for each in carried]
                 self._require_session()
@@ -656,7 +656,7 @@ class TrainingRun(TrainingHooks):
                 self._assignments.add(groups[key])
         return groups[key]
 
-    # Steps that are passed over.
+    # Skipped steps.
 
     def around_step(self, step: Callable[[], object], arguments: object, model: keras.Model) -> object:
         """See `PassedSteps`."""
@@ -678,7 +678,7 @@ class TrainingRun(TrainingHooks):
 
 
 class _InputContext(tf.distribute.InputContext):
-    """One that knows the shares of ranks in a batch."""
+    """An input context that knows the ranks' shares of a batch."""
 
     def __init__(self, *, shares: BatchShares | None, **arguments):
         super().__init__(**arguments)

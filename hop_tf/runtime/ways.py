@@ -1,4 +1,4 @@
-"""`Way`: one of several ways to average, of which ranks choose one."""
+"""`Way`: one of the ways to average that ranks choose from."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hop_tf.runtime.choosing import AUTO, algorithms_to_try
 from hop_tf.runtime.group import takes_codec
 from hop_tf.tensors.packing import TensorSpec
 
-# Shorter values are not encoded, unless a codec is given: a message takes its time, however short it is.
+# Shorter values are encoded only if a codec is given: every message takes some time, however short it is.
 _LEAST_BYTES = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """How an all-reduce goes.
+    """A way to run an all-reduce.
 
     Attributes:
       algorithm: See `hop_tf.collectives.get_algorithm`.
-      codec: What values are encoded with.
+      codec: The codec for the values.
     """
 
     algorithm: str
@@ -33,13 +33,13 @@ class Way:
 
 
 def list_ways(algorithm: str, codec: Codec | str, world_size: int, num_bytes: float = math.inf) -> list[Way]:
-    """The ways that go with what a strategy was given; what changes training least comes first.
+    """The ways that a strategy's arguments allow. Ways that change training least come first.
 
     Args:
       algorithm: The algorithm, or "auto".
       codec: The codec, or "auto".
       world_size: Number of ranks.
-      num_bytes: Bytes of what a codec may shorten. Default: many.
+      num_bytes: Bytes of the values that a codec may shorten. Default: infinite.
     """
     algorithms = algorithms_to_try(algorithm, world_size)
     members = [codec]

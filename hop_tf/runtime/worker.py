@@ -1,7 +1,7 @@
 """`Worker`: one rank at run time. It owns the transport, the membership and the exchange groups.
 
-A strategy creates one; the Keras hook calls it; a scheme is plugged in through `make_exchange`. Nothing here depends
-on Keras.
+A strategy creates a worker, and the Keras hook calls it. A scheme is plugged in through `make_exchange`. Nothing here
+depends on Keras.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
 
 
 def make_transport(cluster: Cluster, options: CommunicationOptions, **arguments) -> Transport:
-    """Makes the transport of this process, not started; for the other arguments see `TcpTransport`."""
+    """Makes the transport of this process, and does not start it. For the other arguments, see `TcpTransport`."""
     make = cluster.make_transport or _TRANSPORTS[options.data_plane]
     return make(cluster.number, cluster.all_addresses, options=options, num_ranks=cluster.world_size, **arguments)
 
 
 def _is_asked_for(error: BaseException) -> bool:
-    """Whether somebody wanted the rank to end, which then is no failure."""
+    """True if the user or the program has asked the rank to end, which is no failure."""
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
@@ -74,19 +74,19 @@ class Worker:
       min_ranks: See `Membership`.
       servers: See `Membership`.
       patience_seconds: See `Membership`.
-      shares: What part of a batch a rank takes; where these change, ranks agree on them. Default: all parts are equal.
-      roster: The ranks that share each batch. Default: all ranks share it, whoever is lost.
-      recorder: Told of what happens on this rank; None: nobody is.
+      shares: The part of a batch that each rank takes. If shares change, ranks agree on them. Default: equal parts.
+      roster: The ranks that share each batch. Default: all ranks share it, even lost ones.
+      recorder: Records events on this rank, or None.
       on_state_taken: Called when this rank, which joins the others, has taken over the variables of one of them.
 
     Attributes:
-      membership: Who takes part.
-      collectives: What all ranks call together.
-      epochs: What ranks tell each other at the end of an epoch.
-      epoch_ends: What they agree on by that.
-      share_agreement: Brings all ranks the same shares of a batch; None where these do not change.
-      first_batches: Whether ranks train on the same data.
-      finite_check: Whether this rank sends values that are not finite.
+      membership: The ranks that take part.
+      collectives: Operations that all ranks call together.
+      epochs: Exchanges values between ranks at the end of an epoch.
+      epoch_ends: Agrees on metrics and stops at the end of an epoch.
+      share_agreement: Brings all ranks the same shares of a batch; None if shares do not change.
+      first_batches: Checks that ranks train on the same data.
+      finite_check: Checks that this rank sends finite values.
 
     Raises:
       HopError: If this rank's address cannot be bound.
@@ -158,20 +158,20 @@ class Worker:
 
     @property
     def in_session(self) -> bool:
-        """Whether this rank takes part in a session."""
+        """True if this rank takes part in a session."""
         return self._in_session
 
     @property
     def joining(self) -> bool:
-        """Whether this process was started again, and is not yet part of the session that is under way."""
+        """True if this process was started again, and does not take part in the running session yet."""
         return self.membership.joining
 
     def begin_session(self, *, agrees_on_epochs: bool = False, claims: Iterable[str] = ()) -> None:
         """Enters the next session. See `Membership.begin_session`.
 
         Args:
-          agrees_on_epochs: True if this rank agrees with others when an epoch of it ends.
-          claims: What this rank wants for itself; `membership.owners` tells who gets it.
+          agrees_on_epochs: True if this rank agrees with others when an epoch ends.
+          claims: Names that this rank claims for itself. `membership.owners` tells the rank that gets each name.
         """
         self.membership.check()
         self.membership.require_all("to begin")
@@ -190,14 +190,14 @@ class Worker:
         if self.share_agreement is not None:
             self.share_agreement.reset(session)
         self.collectives.begin_session()
-        self._in_session = True  # Others count on this rank from now on, also where it fails to enter.
+        self._in_session = True  # Others count on this rank from now on, even if it fails to enter.
         with all_ranks_call("`fit`, or a custom loop's first step"):
             self.membership.begin_session(draw_seed(session), claims)
-        if self._recorder is not None and self.membership.session != session:  # This rank joins a later one.
+        if self._recorder is not None and self.membership.session != session:  # This rank joins a later session.
             self._recorder.begin_session(self.membership.session)
 
     def _retire_groups(self) -> None:
-        """Ends the groups of optimizers that are gone, as after a new `compile`; when nobody needs them any more."""
+        """Ends the groups of optimizers that are gone, as after a new `compile`, when no rank needs them any longer."""
         for group in [group for group in self._groups if group.optimizer() is None]:
             self._groups.remove(group)
             group.exchange.settle(self.membership.monitor.now() + self._options.progress_timeout_seconds)
@@ -208,16 +208,16 @@ class Worker:
     def end_session(self, error: BaseException | None) -> None:
         """Leaves the session: normally (`error` None), or because of `error`.
 
-        The others go on without this rank, if they would without one that was lost, or if this one was asked to end
-        (Ctrl-C, `sys.exit()`). Else they raise when they begin a step that it has not made. Where `error` is another
-        `HopError` than that, the job itself is broken, and all raise for good.
+        The others go on without this rank if they would go on without a lost rank. They also go on if this rank was
+        asked to end (Ctrl-C, `sys.exit()`). Otherwise they raise `PeerFailedError` when they begin a step that this
+        rank has not made. If `error` is any other `HopError`, the job itself is broken, and all ranks raise for good.
 
-        Blocks: until the groups' threads have come to rest, `progress_timeout_seconds` at most: others may count on
-          what they are about to send, however long that takes.
+        Blocks: until the groups' threads have come to rest, at most `progress_timeout_seconds`: others may count on
+          the messages that these threads are about to send.
 
         Raises:
           HopError: If a group's thread does not come to rest, and `error` is None.
-          KeyboardInterrupt: On Ctrl-C meanwhile. The job has ended then.
+          KeyboardInterrupt: On Ctrl-C meanwhile. That ends the job.
         """
         if not self._in_session:
             return
@@ -236,7 +236,7 @@ class Worker:
             logging.error("rank %d: %s: %s", self.membership.rank, type(failure).__name__, failure)
             stuck = failure
         error = error or stuck
-        # Whatever has failed on another thread: others may count on what it has not sent.
+        # Includes failures of other threads: others may count on messages that were not sent.
         is_of_job = isinstance(error, HopError) and not isinstance(error, PeerFailedError)
         broken = stuck is not None or is_of_job or not isinstance(self.membership.failure, PeerFailedError | None)
         self.membership.leave(
@@ -255,14 +255,14 @@ class Worker:
             raise stuck
 
     def begin_again(self) -> None:
-        """This rank, which was left behind, is to join the others. Called between two steps.
+        """Makes this rank, which was left behind, join the others again. Called between two steps.
 
-        It passes over the steps that follow, until `Group.catch_up` finds it where the others are.
+        The rank skips the steps that follow, until `Group.catch_up` has brought it to the others' position.
 
         Blocks: until the groups' threads have come to rest.
 
         Raises:
-          HopError: If one does not within `progress_timeout_seconds`.
+          HopError: If a thread does not come to rest within `progress_timeout_seconds`.
         """
         for group in self._groups:
             group.runner.quiesce(self._options.progress_timeout_seconds)
@@ -275,10 +275,10 @@ class Worker:
             self.share_agreement.reset(session)
             self.share_agreement.takes_part = False
         for group in self._groups:
-            group.step.assign_add(1)  # As a new process, it passes over one step before it asks where the others are.
+            group.step.assign_add(1)  # Like a new process, skip one step, then ask for the others' position.
 
     def _warn_of_what_is_missed(self) -> None:
-        """Logs which ranks have not made all of the session's rounds, and what became of their share of the data."""
+        """Logs the ranks that have not made all of the session's rounds, and the fate of their share of the data."""
         missed = self.membership.missed_share()
         if missed:
             became = "were left out"
@@ -296,11 +296,11 @@ class Worker:
         """Leaves for good and releases the port and all threads. Idempotent.
 
         Args:
-          reason: Why, for the others' errors.
-          error: What has ended the session of a custom loop; None: it was complete.
+          reason: The reason, for the others' errors.
+          error: The error that has ended the session of a custom loop; None if the session was complete.
 
-        Blocks: as `end_session`, in a session; then until what was sent has arrived at the peers that still listen, at
-          most `progress_timeout_seconds`.
+        Blocks: in a session, as `end_session` does. Then until all messages have arrived at the peers that still
+          listen, at most `progress_timeout_seconds`.
         """
         if self._closed:
             return
@@ -310,7 +310,7 @@ class Worker:
             deadline = self.membership.monitor.now() + self._options.progress_timeout_seconds
             for group in self._groups:
                 group.exchange.settle(deadline)
-            # Whoever hears the farewell has all that was sent before, on whatever lane.
+            # A peer that gets the farewell has all earlier messages, on all lanes.
             self.membership.flush(deadline)
             self.membership.leave(sent_rounds={}, reason=reason, final=True)
             self.membership.flush(deadline)
@@ -321,7 +321,7 @@ class Worker:
             self._transport.close()
 
     def _on_error(self, error: BaseException) -> None:
-        """Takes failures of the transport's and the exchange's threads; the next wait of this rank raises them."""
+        """Takes failures of the transport's and the exchange's threads. The next wait of this rank raises them."""
         self.membership.fail(error)
 
     def _on_restart(self, peer: int) -> None:
@@ -353,19 +353,19 @@ class Worker:
         """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
 
         Args:
-          optimizer: The optimizer. The group ends with the session in which nobody refers to it any more.
-          trained: What the optimizer updates.
-          carried: What is exchanged beside, and never passes through a lossy codec.
-          carried_values: What these were before the session's first step changed them.
+          optimizer: The optimizer. When it is garbage collected, the group ends before the next session.
+          trained: The variables that the optimizer updates.
+          carried: Variables that are exchanged too, and never pass through a lossy codec.
+          carried_values: The values of `carried` before the session's first step changed them.
           statistics: Counts the time that steps wait.
-          beside: Further tensors, which are no variables, in each step's buckets.
-          num_batches: Of an epoch of the training data that ranks share; 0 if it is not known.
+          beside: Specs of further tensors, which are no variables, in each step's buckets.
+          num_batches: Number of batches in an epoch of the training data that ranks share; 0 if not known.
 
         Returns:
           The group, ready for its first step in the running session.
 
         Raises:
-          MismatchError: If rank 0 has other variables, or another optimizer, or one with other settings.
+          MismatchError: If rank 0 has other variables, another optimizer, or an optimizer with other settings.
         """
         specs = [spec_of(variable) for variable in trained]
         specs += [dataclasses.replace(spec_of(variable), exact=True) for variable in carried]
@@ -399,7 +399,7 @@ class Worker:
             epochs=self.epochs,
         )
         with tf.init_scope(), tf.device("/cpu:0"):
-            # A rank that is joining passes over one step before it asks where the others are.
+            # A rank that is joining skips one step before it asks for the others' position.
             step = tf.Variable(int(self.joining), dtype=tf.int64, trainable=False, name="hop_tf_step")
         group = Group(
             name=name,
@@ -420,9 +420,9 @@ class Worker:
         return group
 
     def join_at_once(self, group: Group) -> None:
-        """Takes part, as a process that was started again, from the group's step 0 of the running session on.
+        """Makes this restarted process take part in the running session, from the group's step 0 on.
 
-        Blocks: until the others have noticed.
+        Blocks: until the others have answered.
         """
         self._joining.join_at_once(group.name)
         group.step.assign(0)
@@ -432,7 +432,7 @@ class Worker:
 
     def _has_begun(self, rounds: Mapping[str, int]) -> bool:
         """See `EpochAgreement`."""
-        # Of a copy: the thread that makes groups may add one.
+        # Of a copy: another thread may add a group meanwhile.
         return any(group.runner.begun_step >= rounds.get(group.name, math.inf) for group in list(self._groups))
 
     @property
@@ -442,13 +442,13 @@ class Worker:
 
     @property
     def num_values(self) -> int:
-        """How many values these bytes are."""
+        """The number of values that are exchanged in a step."""
         return sum(sum(group.packing_of_variables.sizes) for group in self._groups)
 
     # Records.
 
     def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
-        """See `Transport.serve_reports`; with the processes that this rank waits for at that moment."""
+        """See `Transport.serve_reports`. Adds the processes that this rank waits for at that moment."""
         num_ranks = self.membership.world_size
         self._transport.serve_reports(
             lambda: {"num_ranks": num_ranks, **report(), "waits_for": self.membership.awaited}

@@ -1,1 +1,1 @@
-"""Values on their way: buckets, buffers, payloads and queues."""
+"""Containers of values for communication: buckets, buffers, payloads and queues."""

@@ -1,8 +1,8 @@
-"""`BufferPool`: aligned memory for large arrays, recycled when nobody looks at it any more.
+"""`BufferPool`: aligned memory for large arrays, recycled when the last reference to it is gone.
 
-Fresh memory of many megabytes costs a page fault for every page, on every message. So blocks are used again, but
-only when the last array that looks at one is gone: TensorFlow adopts aligned arrays without a copy and may read them
-long after the code that made them has returned.
+Fresh memory of many megabytes costs a page fault for every page, on every message. So blocks are used again, but only
+when the last array in a block is gone: TensorFlow adopts aligned arrays without a copy, and may read them long after
+the code that made them has returned.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hop_tf.tensors.page_lock import Block, PageLock
 _PAGE_BYTES = mmap.PAGESIZE
 # A size is rounded up to one of eight steps between powers of two, so that blocks fit several sizes.
 _STEPS_PER_DOUBLING = 8
-# Smaller blocks cross to a device in no time.
+# Smaller blocks are copied to a device quickly in any case.
 _LOCKED_BYTES = 1 << 20
 
 
 class BufferPool:
-    """Hands out uint8 arrays whose memory is used again when the last view of it has died.
+    """Provides uint8 arrays whose memory is used again when the last view of it is gone.
 
-    The pool never holds more than a quarter above what was in use at the busiest moment: unused blocks beyond that go
-    back to the operating system. Without that quarter, steps that use several sizes in turn would map memory in each
-    step. May be used from any thread.
+    The pool holds at most a quarter more memory than was in use at the busiest moment. Further unused blocks go back to
+    the operating system. Without this quarter, steps that alternate between sizes would map memory in each step. May
+    be used from any thread.
 
     Args:
-      page_lock: Page-locks large blocks, which cross to a GPU and back. Default None: no block is.
+      page_lock: Page-locks large blocks, which are copied to a GPU and back. Default None: no block is page-locked.
     """
 
     def __init__(self, page_lock: PageLock | None = None):
@@ -43,7 +43,7 @@ class BufferPool:
         self._live_bytes = 0
         self._peak_bytes = 0
         self._loans: dict[int, _Loan] = {}
-        # A loan ends wherever the garbage collector happens to be, perhaps inside of `take`: that takes no lock.
+        # The garbage collector may end a loan at any place, even within `take`. A deque needs no lock.
         self._returned: collections.deque[_Loan] = collections.deque()
 
     def take(self, num_bytes: int) -> np.ndarray:
@@ -53,12 +53,12 @@ class BufferPool:
           num_bytes: Its size; may be 0.
 
         Returns:
-          1-D uint8 array with undefined contents, aligned to a memory page (hence to 64 bytes). Every view of it, and
-          every tensor that shares its memory, keeps the memory from being used again.
+          1-D uint8 array with undefined contents, aligned to a memory page (hence to 64 bytes). The memory is not used
+          again while a view of the array, or a tensor that shares its memory, exists.
 
         Raises:
           ValueError: If `num_bytes` is negative.
-          OSError: If there is not that much memory.
+          OSError: If there is not enough memory.
         """
         if num_bytes < 0:
             raise ValueError(f"`num_bytes` must be at least 0. Received: num_bytes={num_bytes}.")
@@ -117,7 +117,7 @@ class BufferPool:
 
 
 class _Loan(weakref.ref):
-    """Tells when an array is gone, and all views of it. Made and told without a call of Python code."""
+    """Notices that an array and all its views are gone. Neither creation nor callback runs Python code."""
 
     __slots__ = ("block",)
 

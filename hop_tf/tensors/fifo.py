@@ -1,9 +1,9 @@
 """Update queues and token queues, which Hop synchronizes with, on TensorFlow's `FIFOQueue`.
 
-A TensorFlow queue can neither be searched nor dequeued with a deadline. So the tags of the entries are kept beside it,
-and an entry is dequeued only when it is known to be there; all waiting is done by the caller (`Membership.wait`).
-Simulations of many ranks use `SimulatedFifo` in its place.
-Every method is called with the rank's monitor held, and none blocks.
+A TensorFlow queue can neither be searched nor dequeued with a deadline. So the tags of its entries are kept separately,
+and an entry is dequeued only when it is known to be there. All waiting is done by the caller (`Membership.wait`).
+Simulations of many ranks use `SimulatedFifo` instead. Every method is called with the rank's monitor held, and none
+blocks.
 
 References:
   Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019, sections 4 and 6.1.
@@ -23,26 +23,26 @@ from hop_tf.tensors.host import on_host
 
 
 def enqueue_arrays(queue: tf.queue.QueueBase, components: Sequence) -> None:
-    """Enqueues arrays as they are: 64-byte aligned ones are shared with TensorFlow, not copied.
+    """Enqueues arrays as they are: TensorFlow shares the memory of 64-byte aligned arrays, without a copy.
 
-    `FIFOQueue.enqueue` would convert, that is copy, each component first. A shared array must not be written to again.
-    The arrays stay on the host, whichever thread calls this.
+    `FIFOQueue.enqueue` would convert, that is copy, each component first. Do not modify a shared array. The arrays stay
+    on the host, whichever thread calls this.
     """
     with on_host():
         tf.raw_ops.QueueEnqueueV2(handle=queue.queue_ref, components=list(components))
 
 
 def dequeue(queue: tf.queue.QueueBase) -> list[tf.Tensor]:
-    """Removes the components of the oldest entry. `FIFOQueue.dequeue` takes longer, for what only graphs need."""
+    """Removes and returns the oldest entry. `FIFOQueue.dequeue` takes longer, for features that only graphs need."""
     with on_host():
         return tf.raw_ops.QueueDequeueV2(handle=queue.queue_ref, component_types=queue.dtypes)
 
 
 class Fifo:
-    """A TensorFlow FIFO queue in this process, of entries that are tuples of arrays.
+    """A TensorFlow FIFO queue in this process. Its entries are tuples of arrays.
 
     Args:
-      capacity: Most entries.
+      capacity: Limit on the entries.
       dtypes: dtype of each array of an entry.
     """
 
@@ -50,23 +50,23 @@ class Fifo:
         self._queue = tf.queue.FIFOQueue(capacity, dtypes)
 
     def put(self, entry: Sequence[np.ndarray]) -> None:
-        """Adds an entry; there must be room. Nobody writes to the arrays afterwards."""
+        """Adds an entry. There must be room. Do not modify the arrays afterwards."""
         enqueue_arrays(self._queue, entry)
 
     def take(self) -> tuple[np.ndarray, ...]:
-        """Removes the oldest entry; there must be one. The arrays are read-only."""
+        """Removes and returns the oldest entry. There must be one. The arrays are read-only."""
         return tuple(np.asarray(component) for component in dequeue(self._queue))  # `numpy` would copy.
 
 
 class SimulatedFifo:
-    """The same without TensorFlow, which takes most of the time where hundreds of ranks are simulated."""
+    """The same without TensorFlow, which would take most of the time in simulations of hundreds of ranks."""
 
     def __init__(self, capacity: int, dtypes: Sequence[tf.DType]):
         self._capacity = capacity
         self._entries = collections.deque()
 
     def put(self, entry: Sequence[np.ndarray]) -> None:
-        """See `Fifo`, which would block for ever where there is no room."""
+        """See `Fifo`. Raises OverflowError if there is no room, where `Fifo` would block forever."""
         if len(self._entries) == self._capacity:
             raise OverflowError(f"an entry was put into a queue that holds as many as it can: {self._capacity}.")
         self._entries.append(tuple(entry))
@@ -92,12 +92,12 @@ class UpdateQueue:
     """UpdateQ(i): updates received and not yet used, tagged with (iteration, sender).
 
     `max_iteration_gap + 1` FIFO queues take turns like rotating registers: an update of iteration k lies in queue
-    k mod (max_iteration_gap + 1). Together they never hold more than (1 + max_iteration_gap) * |N_in| updates.
+    k mod (max_iteration_gap + 1). Together they hold at most (1 + max_iteration_gap) * |N_in| updates.
 
     Args:
       dtypes: dtype of each bucket of an update.
-      num_senders: |N_in|, this rank itself not counted.
-      max_iteration_gap: How far a neighbor can be ahead.
+      num_senders: |N_in|, without this rank.
+      max_iteration_gap: Number of iterations that a neighbor can be ahead.
       make_fifo: Makes the queues.
     """
 
@@ -126,7 +126,7 @@ class UpdateQueue:
         tags.append(tag)
 
     def senders(self, iteration: int) -> set[int]:
-        """Ranks whose update of `iteration` is here."""
+        """The ranks whose update of `iteration` is here."""
         return {sender for tagged, sender in self._tags[iteration % len(self._tags)] if tagged == iteration}
 
     def dequeue(self, iteration: int) -> list[Update]:
@@ -150,7 +150,7 @@ class UpdateQueue:
                     tags.append(tag)
 
     def drop_older(self, iteration: int) -> int:
-        """Drops the updates of all iterations before `iteration`; returns how many."""
+        """Drops the updates of all iterations before `iteration`. Returns their number."""
         num_dropped = 0
         for queue, tags in zip(self._queues, self._tags, strict=True):
             while tags and tags[0][0] < iteration:  # All tags of one queue are of one iteration.
@@ -164,11 +164,11 @@ class UpdateQueue:
 
 
 class NewestUpdates:
-    """UpdateQ(i) under bounded staleness: of every sender the newest update that was not used yet.
+    """UpdateQ(i) under bounded staleness: each sender's newest update, if it was not used yet.
 
     Args:
       dtypes: dtype of each bucket of an update.
-      senders: N_in, this rank itself not counted.
+      senders: N_in, without this rank.
       make_fifo: Makes the queues.
     """
 
@@ -179,10 +179,10 @@ class NewestUpdates:
         self.newest = dict.fromkeys(senders, -1)
 
     def enqueue(self, update: Update) -> bool:
-        """Adds an update; returns whether one that nobody has used made room for it.
+        """Adds an update. Returns True if it has replaced an unused one.
 
         Raises:
-          ProtocolError: If it is not newer than what its sender sent before.
+          ProtocolError: If it is not newer than its sender's previous update.
         """
         sender = update.sender
         if update.iteration <= self.newest[sender]:
@@ -197,13 +197,13 @@ class NewestUpdates:
         return superseded
 
     def drop_sender(self, sender: int, newest: int) -> None:
-        """Drops what is here of `sender`, and takes `newest` for the last update received from it."""
+        """Drops the update of `sender`, if one is here, and sets the iteration of its last update to `newest`."""
         if self._waiting.pop(sender, None) is not None:
             self._queues[sender].take()
         self.newest[sender] = newest
 
     def dequeue(self) -> list[Update]:
-        """Takes what is here, in the order of the senders."""
+        """Takes all updates that are here, in the order of the senders."""
         waiting, self._waiting = sorted(self._waiting.items()), {}
         return [Update(iteration, sender, self._queues[sender].take()) for sender, iteration in waiting]
 
@@ -215,19 +215,19 @@ class TokenQueue:
     """TokenQ(j -> i): permissions of out-neighbor j for this rank i to enter further iterations.
 
     Kept at i and filled by messages of j. While i is in an iteration, Iter(j) - Iter(i) + max_iteration_gap tokens are
-    here or on their way. Where a rank joins late that may be less than none; the tokens that come first then are owed.
-    So it is where a rank has gone on without tokens of one that was silent (`take`); that one may get more than it has
-    room for (`put`). All tokens are alike, so they are counted.
+    here or in flight. If a rank joins late, that number may be negative: the first tokens that come are owed. Tokens
+    are also owed if a rank has gone on without those of a silent rank (`take`). The silent rank may then get more
+    tokens than it has room for (`put`). All tokens are alike, so they are only counted.
 
     Args:
-      num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5), where both start at iteration 0.
-      capacity: Most tokens that can ever be here. As Theorem 2 bounds Iter(j) - Iter(i), that is
-        max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back: j is an out-neighbor of i. It gets
-        longer where ranks on it end.
+      num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5), if both start at iteration 0.
+      capacity: Limit on the tokens here. Theorem 2 bounds Iter(j) - Iter(i), so the limit is
+        max_iteration_gap * (length(Path_{j->i}) + 1). The path is the way back, because j is an out-neighbor of i. It
+        gets longer if ranks on it leave.
       iteration: The iteration that j is in at the start.
 
     Raises:
-      ProtocolError: If more tokens are to be here at the start than can ever be.
+      ProtocolError: If `num_initial` exceeds the capacity.
     """
 
     def __init__(self, *, num_initial: int, capacity: int, iteration: int = -1):
@@ -241,12 +241,12 @@ class TokenQueue:
 
     @property
     def iteration(self) -> int:
-        """The iteration of the newest token: j was there when it sent it, and is there now or further."""
+        """The iteration in which j sent the newest token. By now, j is in that iteration or a later one."""
         return self._iteration
 
     @property
     def size(self) -> int:
-        """Tokens that are here; negative where some are owed."""
+        """The number of tokens here; negative if some are owed."""
         return self._num_here + self._num_surplus - self._num_owed
 
     def put(self, iteration: int, *, has_surplus: bool = False) -> None:
@@ -254,10 +254,10 @@ class TokenQueue:
 
         Args:
           iteration: The iteration.
-          has_surplus: Whether tokens that there is no room for are counted, and not kept.
+          has_surplus: True to count tokens without room as surplus. Otherwise they are an error.
 
         Raises:
-          ProtocolError: If j was there before, or there are more tokens than the protocol allows.
+          ProtocolError: If j has sent tokens for this iteration before, or more tokens than the protocol allows.
         """
         num_tokens = iteration - self._iteration
         if num_tokens <= 0 or (num_tokens > self._capacity - self.size and not has_surplus):
@@ -273,10 +273,10 @@ class TokenQueue:
         self._num_here += num_kept
 
     def take(self, num_tokens: int = 1, *, may_owe: bool = False) -> None:
-        """Removes the oldest tokens. With `may_owe`, those that come next if there are not so many.
+        """Removes the oldest tokens. With `may_owe`, missing tokens are taken from those that come next.
 
         Raises:
-          ProtocolError: If there are not so many.
+          ProtocolError: If there are too few tokens, without `may_owe`.
         """
         if num_tokens > self.size and not may_owe:
             raise ProtocolError(f"{num_tokens} tokens were to be taken where {self.size} are.")

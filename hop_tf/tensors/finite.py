@@ -1,4 +1,4 @@
-"""Whether values are numbers."""
+"""Checks that values are finite."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import tensorflow as tf
 
 
 def are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Emits the ops that tell whether no tensor has a NaN or an infinity; those of integers have none. Bool scalar."""
+    """Emits the ops that compute a bool scalar: true if all values of all tensors are finite. Integers always are."""
     floats = [tensor for tensor in tensors if tensor.dtype.is_floating]
     return tf.reduce_all([tf.reduce_all(tf.math.is_finite(tensor)) for tensor in floats])

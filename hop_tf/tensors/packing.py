@@ -2,8 +2,8 @@
 
 Tensors that must not pass through a lossy codec have buckets of their own.
 
-Each tensor starts at a multiple of 64 bytes in its bucket. Where its size is such a multiple too, as that of large
-tensors mostly is, TensorFlow's `Slice` shares memory with the bucket instead of copying. The padding is zero.
+Each tensor starts at a multiple of 64 bytes in its bucket. Large tensors usually have sizes that are multiples of 64
+bytes, too. For them, TensorFlow's `Slice` shares memory with the bucket instead of copying. The padding is zero.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TensorSpec:
       name: Its name.
       shape: Its shape.
       dtype: Its type.
-      exact: Whether it must not pass through a lossy codec.
+      exact: True if the tensor must not pass through a lossy codec.
       on_host: True if only operations on the host use it when it comes back.
     """
 
@@ -51,16 +51,16 @@ class _Slot:
 
 
 class Packing:
-    """Where each tensor of a fixed list lies in the buckets.
+    """The places of a fixed list of tensors in the buckets.
 
     Args:
       specs: The tensors, in order. Shapes are fully defined.
-      whole: The packing that this one is a part of, whose buckets it has. Default: none.
+      whole: A larger packing, if this packing is a part of it. Both then have the same buckets. Default: none.
 
     Attributes:
-      specs: The same.
+      specs: The tensors.
       dtypes: dtype of each bucket, in the order of first appearance.
-      exact: For each bucket, whether no codec may change it.
+      exact: For each bucket, True if no codec may change it.
       sizes: Elements of each bucket, padding included.
     """
 
@@ -68,7 +68,7 @@ class Packing:
         self.specs = tuple(specs)
         if whole is None:
             kinds = list(dict.fromkeys(map(_kind, self.specs)))
-        else:  # Not those of its tensors: it may be a part itself.
+        else:  # Not the kinds of its tensors: `whole` may be a part itself.
             kinds = list(zip(whole.dtypes, whole.exact, strict=True))
         self.dtypes = tuple(dtype for dtype, _ in kinds)
         self.exact = tuple(exact for _, exact in kinds)
@@ -82,7 +82,7 @@ class Packing:
         self._slots = tuple(slots)
 
     def part(self, indices: Sequence[int]) -> Packing:
-        """The packing of some of the tensors, in the same buckets, of which some may be empty."""
+        """The packing of some of the tensors, in the same buckets. Some buckets may be empty."""
         return Packing([self.specs[index] for index in indices], self)
 
     @property
@@ -115,17 +115,17 @@ class Packing:
         return [pool.take(size * dtype.size).view(dtype.as_numpy_dtype) for size, dtype in sizes]
 
     def place(self, index: int) -> tuple[int, slice]:
-        """In which bucket tensor number `index` lies, and where there, in elements."""
+        """The bucket of tensor number `index`, and the tensor's slice of the bucket, in elements."""
         slot = self._slots[index]
         return slot.bucket, slice(slot.offset, slot.offset + self.specs[index].num_elements)
 
     def end(self, index: int) -> int:
-        """Where in its bucket tensor number `index` ends together with its padding, in elements."""
+        """The end of tensor number `index` and its padding in its bucket, in elements."""
         spec = self.specs[index]
         return self._slots[index].offset + _padded(spec.num_elements, spec.dtype)
 
     def view(self, payload: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Sees the bytes of all buckets, one behind the other as on the wire, as one typed array per bucket.
+        """Views the bytes of all buckets, one after the other as on the wire, as one typed array per bucket.
 
         Args:
           payload: 1-D uint8 array of `num_bytes`; the views keep its memory alive.

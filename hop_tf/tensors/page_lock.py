@@ -1,7 +1,7 @@
 """`PageLock`: memory that a GPU copies from and to directly.
 
-TensorFlow gives CUDA the memory of an array as it is. CUDA copies pageable memory through a buffer of its own, and the
-caller waits. Memory that is page-locked crosses at the full speed of the bus, and nobody waits.
+TensorFlow passes the memory of an array to CUDA. CUDA copies pageable memory through a buffer of its own, while the
+caller waits. It copies page-locked memory at the full speed of the bus, in the background.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _FUNCTIONS = {
 class PageLock:
     """Page-locks memory, by the CUDA driver, once TensorFlow has begun to use a GPU.
 
-    Memory that is not page-locked works as well. So nothing is said where the driver refuses, or the limit is reached.
-    May be used from any thread.
+    Pageable memory works, too. So it is no error if the driver refuses, or if the limit is reached. May be used from
+    any thread.
 
     Args:
       library: The driver.
-      max_bytes: Most bytes that are page-locked at a time. Default: a sixteenth of the machine's memory.
+      max_bytes: Limit on the bytes that are page-locked at a time. Default: a sixteenth of the machine's memory.
     """
 
     def __init__(self, library: ctypes.CDLL, max_bytes: int | None = None):
@@ -49,7 +49,7 @@ class PageLock:
 
     @classmethod
     def find(cls) -> PageLock | None:
-        """Returns that of this machine's driver; None if there is no driver."""
+        """Returns the `PageLock` of this machine's driver; None if there is no driver."""
         try:
             return cls(ctypes.CDLL(_LIBRARY))
         except (OSError, AttributeError):
@@ -62,7 +62,7 @@ class PageLock:
         if self._in_context("cuMemHostRegister_v2", address, num_bytes, _PORTABLE):
             return True
         self._count(-num_bytes)
-        self._max_bytes = 0  # Asking again takes time.
+        self._max_bytes = 0  # Does not ask the driver again, which takes time.
         return False
 
     def unlock(self, address: int, num_bytes: int) -> None:
@@ -78,7 +78,7 @@ class PageLock:
             return True
 
     def _has_context(self) -> bool:
-        """True if this process uses a device. A context that is made here would take memory of a device for nothing."""
+        """True if this process uses a device. Creating a context here would waste memory of a device."""
         if self._context is None:
             count, flags, is_active, context = _INT(), _UINT(), _INT(), _ADDRESS()
             if not self._call("cuDeviceGetCount", count):  # The driver is not in use yet.
@@ -103,7 +103,7 @@ class PageLock:
 
 
 class Block(mmap.mmap):
-    """Anonymous memory that may be page-locked, until it is unmapped."""
+    """Anonymous memory that may be page-locked until it is unmapped."""
 
     _unlock = None
 
@@ -113,14 +113,14 @@ class Block(mmap.mmap):
         return cls(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def lock(self, page_lock: PageLock) -> None:
-        """Page-locks the memory, unless it is, or cannot be."""
+        """Page-locks the memory, unless that is done already, or impossible."""
         if self._unlock is not None:
             return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         if page_lock.lock(address, len(self)):
             self._unlock = page_lock.unlock, address, len(self)
-            # A process that is forked would share the pages, and the first write here would move this process's page
-            # away from what the device knows.
+            # A forked process would share the pages. The first write here would then move this process's page away from
+            # the one that the device knows.
             self.madvise(mmap.MADV_DONTFORK)
 
     def __del__(self):

@@ -1,4 +1,4 @@
-"""How several arrays become the payload of one message, or a file, and come back."""
+"""Joins several arrays to the payload of one message, or of a file, and splits them again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _PADDING = np.zeros(_ALIGNMENT_BYTES, np.uint8)
 
 
 def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The payload of a message, or the contents of a file, that `split` divides again; no array is copied.
+    """The payload of a message, or the contents of a file, that `split` divides again. No array is copied.
 
     Args:
       parts: Contiguous arrays.
 
     Returns:
-      The number of parts and their lengths, then the parts' bytes, each at a multiple of 64 bytes, so that codecs and
-      TensorFlow take them as they are.
+      The number of parts and their lengths, then the parts' bytes. Each part starts at a multiple of 64 bytes, so that
+      codecs and TensorFlow take it as it is.
     """
     flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
     payload = []
@@ -35,21 +35,21 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The same as one array of bytes, which is a copy."""
+    """The same as `join`, as one array of bytes, which is a copy."""
     return np.concatenate(join(parts))
 
 
 @functools.lru_cache(maxsize=256)
 def _lengths(*sizes: int) -> np.ndarray:
-    """Returns the number of parts and their sizes, as bytes. They are kept: each step has parts of the same sizes."""
+    """Returns the number of parts and their sizes, as bytes. Cached, because each step has parts of the same sizes."""
     return np.frombuffer(struct.pack(f"<{1 + len(sizes)}q", len(sizes), *sizes), np.uint8)
 
 
 def split(payload: np.ndarray) -> list[np.ndarray]:
-    """The bytes of each part of what `join` has made, which share memory with `payload`.
+    """The bytes of each part of a payload from `join`. They share memory with `payload`.
 
     Raises:
-      ProtocolError: If it is malformed.
+      ProtocolError: If the payload is malformed.
     """
     count = _WORD.unpack_from(payload)[0] if payload.size >= _WORD.size else -1
     if not 0 <= count < payload.size // _WORD.size:
@@ -67,7 +67,7 @@ def view(part: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
     """A part's bytes as an array of that type and shape.
 
     Raises:
-      ProtocolError: If it has another length.
+      ProtocolError: If the part has another length.
     """
     expected = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     if part.size != expected:

@@ -1,4 +1,4 @@
-"""What an address is: "host:port"."""
+"""Addresses: "host:port"."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ADDRESS = re.compile(r"(?:[^\s/@:\[\]]+|\[[^\s/@\[\]]+\]):(?P<port>[0-9]{1,5})"
 
 
 def is_address(text: str) -> bool:
-    """Whether that is "host:port", without a scheme, IPv6 in brackets, the port from 1 to 65535."""
+    """True if `text` is "host:port" without a scheme: IPv6 in brackets, and a port from 1 to 65535."""
     found = _ADDRESS.fullmatch(text)
     return found is not None and 0 < int(found["port"]) <= LARGEST_PORT
 

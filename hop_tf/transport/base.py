@@ -1,7 +1,7 @@
-"""`Transport`: named queues between ranks, the one way in which ranks talk.
+"""`Transport`: named queues between ranks, the only way in which ranks communicate.
 
-A transport moves messages. It knows nothing of training: no steps, no scheme. Every member (gRPC between processes,
-in-process for tests, simulated time) passes the same contract suite.
+A transport moves messages. It knows nothing of training: no steps, no scheme. Every implementation (gRPC between
+processes, in-process for tests, simulated time) passes the same contract suite.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from hop_tf.errors import ProtocolError
 from hop_tf.records import Recorder
 
-# Where arrays travel: they would delay the small messages of lane 0.
+# The lane of arrays, which would delay the small messages of lane 0.
 BULK_LANE = 1
-# A slow link is not a dead one: what was lost while it failed is sent again a few round trips later.
+# A slow link is not a dead link: lost data is sent again a few round trips after the link recovers.
 _SPARE_ROUND_TRIPS = 8
 
 
@@ -27,11 +27,11 @@ class Message(NamedTuple):
     """A message, as a handler receives it.
 
     Attributes:
-      sender: Rank that sent it.
-      queue: Name of the queue it was sent to.
+      sender: Rank that sent the message.
+      queue: Name of the queue that the message was sent to.
       header: A few bytes that the scheme defines (at most 64 KiB).
       payload: 1-D uint8 array, read-only, 64-byte aligned (so that TensorFlow can adopt it without a copy); empty
-        where the message has none. The memory is recycled when the last reference to it, or to a view, is gone.
+        if the message has none. The memory is recycled when the last reference to the array, or to a view, is gone.
     """
 
     sender: int
@@ -40,28 +40,29 @@ class Message(NamedTuple):
     payload: np.ndarray
 
     def unexpected(self) -> ProtocolError:
-        """The error of a handler to which such a message should not come."""
+        """The error to raise in a handler that does not expect this message."""
         return ProtocolError(f"rank {self.sender} sent an unexpected message to {self.queue!r}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerStatus:
-    """What a transport knows of a peer.
+    """The state of a peer, as a transport sees it.
 
     Attributes:
-      address: Where it is, "host:port".
-      connected: Whether a link to or from it is up now.
-      silent_seconds: Time since anything was heard of it; since `connect` was called, if nothing ever was.
-      incarnation: That of the transport that what is sent now is for. None if none was ever met.
-      failure: An error that no waiting can mend (it disagrees with us, or it is a restarted process), else None.
-      last_problem: The latest connection problem in words ("connection refused"), for error messages; else "".
-      refused_seconds: For how long nobody has listened where the process did, without a sign of it meanwhile: it has
-        died. 0.0 otherwise.
-      round_trip_seconds: How long it takes until a heartbeat is answered, smoothed; 0.0 while that is unknown.
-      unreached_seconds: For how long this rank has tried in vain to open a connection to it. It may be heard meanwhile.
-      unreached_by_seconds: For how long it has tried in vain to open one to this rank, by what it says.
-      problem_there: Why, in its words.
-      may_return: Whether another process may take its place: see `Transport.expect_return`.
+      address: The peer's address, "host:port".
+      connected: True if a link to or from the peer is up now.
+      silent_seconds: Time since anything was heard of the peer; time since `connect` if nothing ever was.
+      incarnation: Incarnation of the peer's transport that messages go to now; None if the peer was never met.
+      failure: An error that waiting cannot mend (the peer disagrees with this rank, or was restarted); otherwise None.
+      last_problem: The latest connection problem in words ("connection refused"), for error messages; otherwise "".
+      refused_seconds: Time since connections to the peer's address are refused, without any sign of the peer meanwhile:
+        the process has died. Otherwise 0.0.
+      round_trip_seconds: Time until a heartbeat is answered, smoothed; 0.0 while it is unknown.
+      unreached_seconds: Time for which this rank has tried in vain to open a connection to the peer. Messages from the
+        peer may still arrive meanwhile.
+      unreached_by_seconds: Time for which the peer, as it reports, has tried in vain to open a connection to this rank.
+      problem_there: The peer's reason, in its words.
+      may_return: True if another process may take the peer's place: see `Transport.expect_return`.
     """
 
     address: str
@@ -79,23 +80,23 @@ class PeerStatus:
 
     @property
     def ever_connected(self) -> bool:
-        """Whether the handshake with it has ever succeeded."""
+        """True if a handshake with the peer has ever succeeded."""
         return self.incarnation is not None
 
     def was_silent_for(self, seconds: float) -> bool:
-        """Whether nothing was heard of it for that long and 8 round trips, though at most twice as long."""
+        """True if nothing was heard of the peer for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
         return self.silent_seconds > self._allow(seconds)
 
     def was_refused_for(self, seconds: float) -> bool:
-        """Whether nobody has listened there for that long and 8 round trips, though at most twice as long."""
+        """True if connections are refused there for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
         return self.refused_seconds > self._allow(seconds)
 
     def was_unreached_for(self, seconds: float) -> bool:
-        """Whether this rank has not reached it for that long and 8 round trips, though at most twice as long."""
+        """True if this rank has not reached the peer for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
         return self.unreached_seconds > self._allow(seconds)
 
     def has_not_reached_this_for(self, seconds: float) -> bool:
-        """Whether it has not reached this rank for that long and 8 round trips, though at most twice as long."""
+        """True if the peer has not reached this rank for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
         return self.unreached_by_seconds > self._allow(seconds)
 
     def _allow(self, seconds: float) -> float:
@@ -104,10 +105,10 @@ class PeerStatus:
 
 @dataclasses.dataclass(slots=True)
 class Expected:
-    """A message that a rank expects: all but its contents is known.
+    """A message that a rank expects: everything but its contents is known.
 
     Attributes:
-      sender: Rank that sends it.
+      sender: Rank that sends the message.
       header: Its header.
       num_bytes: Length of its payload.
     """
@@ -119,7 +120,7 @@ class Expected:
 
 @dataclasses.dataclass(slots=True)
 class ToSend:
-    """A message that is to be sent.
+    """A message to send.
 
     Attributes:
       peer: The receiver.
@@ -139,10 +140,10 @@ class Transport(abc.ABC):
     """Sends messages to named queues of other ranks, in order, at most once, and watches over the peers.
 
     Threads: `send` may be called from any thread. Handlers run on the transport's threads, one at a time per
-    (sender, lane); a handler that blocks stops only that sender's lane (back-pressure), never the server.
+    (sender, lane). A handler that blocks stops only that sender's lane (back-pressure), never the server.
 
     Attributes:
-      recorder: Told of what happens on this rank; None: nobody is.
+      recorder: Records events on this rank, or None.
     """
 
     recorder: Recorder | None = None
@@ -155,27 +156,27 @@ class Transport(abc.ABC):
     @property
     @abc.abstractmethod
     def incarnation(self) -> str:
-        """A name of this transport that no other one of its rank has, of this process or another."""
+        """A name that no other transport of this rank has, in this process or another."""
 
     @abc.abstractmethod
     def start(self) -> None:
         """Begins to serve on this rank's own address.
 
         Raises:
-          HopError: If the address cannot be bound; the message names it.
+          HopError: If the address cannot be bound. The message names the address.
         """
 
     @abc.abstractmethod
     def connect(self, peer: int) -> None:
-        """Begins to connect to `peer`, keeps at it in the background, and watches over it. Does not block."""
+        """Begins to connect to `peer`, keeps trying in the background, and watches over the peer. Does not block."""
 
     @abc.abstractmethod
     def register(self, queue: str, handler: Handler) -> None:
-        """Delivers messages for `queue` to `handler`, those first that came before there was one."""
+        """Delivers messages for `queue` to `handler`, starting with those that came before there was a handler."""
 
     @abc.abstractmethod
     def unregister(self, queue: str) -> None:
-        """Forgets the handler of `queue` for good: what is held for it, and what still comes, is dropped."""
+        """Forgets the handler of `queue`. Drops messages that are held for the queue or that still come."""
 
     @abc.abstractmethod
     def send(
@@ -189,21 +190,22 @@ class Transport(abc.ABC):
         check: Callable[[], None] | None = None,
         supersedes: bool = False,
     ) -> bool:
-        """Queues one message for `peer`; connects first where there is no link yet.
+        """Queues one message for `peer`. Connects first if there is no link yet.
 
-        Messages to one peer on one lane arrive in the order in which they were sent, each at most once, also when
-        the connection breaks and is restored in between. With `lane=None` they may arrive in any order: where the way
-        is so long that one connection does not fill it, they are spread over several. The payload is the concatenation
-        of the arrays' bytes; it is read after `send` has returned, so the arrays must never be written to again.
+        Messages to one peer on one lane arrive in the order of sending, each at most once. This holds even if the
+        connection breaks and is restored in between. With `lane=None`, messages may arrive in any order: if one
+        connection cannot fill a long link, messages are spread over several. The payload is the concatenation of the
+        arrays' bytes. The arrays are read after `send` has returned. Do not modify them.
 
-        A message that `supersedes` takes the place, on this lane, of one to the same queue whose sending has not begun.
-        So one waits at most, beside what is on its way, however slow the peer is.
+        A message that `supersedes` replaces a message to the same queue on this lane whose sending has not begun. So at
+        most one such message waits, besides those in flight, however slow the peer is.
 
         Returns:
-          Whether an older message has given way to this one, and is never sent.
+          True if an older message was replaced, and is never sent.
 
-        Blocks: while too much is queued for this lane (until the peer takes it, the peer is lost, `close`, or `check`,
-        which is called now and then meanwhile, raises). A message that `supersedes` never blocks.
+        Blocks: while too much is queued for this lane. The wait ends when the peer takes messages, when the peer is
+        lost, at `close`, or when `check` raises. `check` is called repeatedly meanwhile. A message that `supersedes`
+        never blocks.
 
         Raises:
           HopError: If the transport is closed or the peer has failed for good.
@@ -222,20 +224,21 @@ class Transport(abc.ABC):
         lane: int | None,
         send: Callable[[ToSend], object],
     ) -> list[np.ndarray | None]:
-        """Sends messages, and receives expected ones meanwhile, all on the calling thread, if they come soon.
+        """Sends messages, and meanwhile receives expected messages on the calling thread if they come soon.
 
         Args:
-          queue: The queue of all. Its handler does not get the messages that are received here.
-          to_send: The messages that are sent, each to another peer.
-          expected: Those that are received, each from another sender and the next one from it on the lane.
-          lane: The lane; None: as for `send`.
+          queue: The queue of all messages. Its handler does not get the messages that are received here.
+          to_send: The messages to send, each to another peer.
+          expected: The messages to receive, each from another sender, and each the sender's next one on the lane.
+          lane: The lane, or None as for `send`.
           send: Called with a message that cannot be written at once, to send it.
 
         Returns:
-          The payload of each expected message, as a handler gets it. None if the handler gets the message. Default: all
-          None.
+          The payload of each expected message, as a handler gets it, or None if the handler gets the message. The base
+          class returns None for all.
 
-        Blocks: until all messages have come, nothing has come for 0.05 s, or 0.25 s are over; and as `send` does.
+        Blocks: until all messages have come, nothing has come for 0.05 s, or 0.25 s are over. Also blocks as `send`
+        does.
         """
         del queue, lane
         for message in to_send:
@@ -243,22 +246,22 @@ class Transport(abc.ABC):
         return [None] * len(expected)
 
     def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which a thread waits for handlers to get messages. Next time, `swap` may take them."""
+        """A context in which a thread waits until handlers get messages. Next time, `swap` may take these messages."""
         del senders, lane
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def flush(self, peer: int, timeout_seconds: float) -> bool:
-        """Waits until all that was sent to `peer` has been received there; False if that took too long."""
+        """Waits until `peer` has received everything sent to it. Returns False if that takes too long."""
 
     @abc.abstractmethod
     def status(self, peer: int) -> PeerStatus:
-        """What is known of `peer` now."""
+        """The present state of `peer`."""
 
     def expect_return(self, peer: int) -> None:
-        """The process of `peer` may die and be started again: until it was silent for long, it is not lost.
+        """Says that the process of `peer` may die and be started again. Only a long silence then counts as a loss.
 
-        That nobody listens where it did, is no reason then to give it up. Default: it has no effect.
+        Refused connections are then no reason to give the peer up. In the base class, this has no effect.
         """
         del peer
 
@@ -267,11 +270,11 @@ class Transport(abc.ABC):
         """Totals: `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`."""
 
     def bytes_by_lane(self) -> Mapping[int, int]:
-        """Of `bytes_sent`, those on each lane that was used."""
+        """The part of `bytes_sent` on each lane that was used."""
         return {}
 
     def serve_reports(self, report: Callable[[], Mapping[str, object]]) -> None:
-        """Lets whoever knows the cluster token ask for `report()`; where ranks are processes."""
+        """Lets clients that know the cluster token ask for `report()`. Has no effect unless ranks are processes."""
         del report
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""TLS: this process's certificate, which may be renewed while it runs, and whose the other side's is."""
+"""TLS: this process's certificate, which may be renewed while it runs, and the names in a peer's certificate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LOG_PERIOD_SECONDS = 60
 
 
 class Certificates:
-    """What the TLS files hold. When they have changed they are read again, for connections that begin from then on.
+    """The contents of the TLS files. Changed files are read again, for connections that begin from then on.
 
     Args:
-      options: They name the files.
+      options: The options, which name the files.
 
     Raises:
-      ValueError: If the files are not what they should be.
+      ValueError: If the files are invalid.
     """
 
     def __init__(self, options: CommunicationOptions):
@@ -32,7 +32,7 @@ class Certificates:
         self._files = read_tls_files(options)
 
     def files(self) -> TlsFiles:
-        """What they hold now; what they held before, while they do not fit together, as in the midst of a change."""
+        """The present contents; the previous contents while the files do not fit together, as during a renewal."""
         with self._lock:
             try:
                 stamp = self._read_stamp()
@@ -46,12 +46,12 @@ class Certificates:
             return self._files
 
     def for_channel(self) -> grpc.ChannelCredentials:
-        """Credentials of a channel that is made now."""
+        """Credentials for a channel that is created now."""
         files = self.files()
         return grpc.ssl_channel_credentials(files.root_certificates, files.private_key, files.certificate_chain)
 
     def for_server(self) -> grpc.ServerCredentials:
-        """Credentials of a server; they follow the files."""
+        """Credentials for a server. They follow changes of the files."""
         served = self.files()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -65,7 +65,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(_configuration(served), changed, require_client_authentication=True)
 
     def _read_stamp(self) -> tuple[tuple[int, int, int], ...]:
-        """Changes with every file that is written or replaced."""
+        """A value that changes when a file is written or replaced."""
         status = [os.stat(getattr(self._options, name)) for name in TLS_FILES]
         return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in status)
 
@@ -77,17 +77,17 @@ def _configuration(files: TlsFiles) -> grpc.ServerCertificateConfiguration:
 
 
 def certificate_names(auth_context: Mapping[str, Sequence[bytes]]) -> frozenset[str]:
-    """The DNS names and IP addresses that the other side's certificate has as subject alternative names.
+    """The DNS names and IP addresses that the peer's certificate has as subject alternative names.
 
     Args:
-      auth_context: What gRPC tells of a connection, `ServicerContext.auth_context()`.
+      auth_context: gRPC's facts about a connection, `ServicerContext.auth_context()`.
     """
     found = [*auth_context.get("peer_dns", ()), *auth_context.get("peer_ip", ())]
     return frozenset(name.decode(errors="replace") for name in found)
 
 
 def names_host(names: frozenset[str], host: str) -> bool:
-    """Whether one of the names is that of a host, as TLS compares them: '*' may stand for a name's first part."""
+    """True if one of the names is that of the host, as TLS compares them: '*' may stand for a name's first part."""
     if _address(host) is not None:
         return any(_address(name) == _address(host) for name in names)
     wanted = host.lower().rstrip(".")

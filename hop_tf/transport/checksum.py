@@ -1,9 +1,9 @@
-"""`Checksums`: whether frames come from the other side of a connection, whole and in order.
+"""`Checksums`: verify that frames come from the peer of a connection, whole and in order.
 
 A checksum is a keyed BLAKE2b of 64 bits over the frame's number, its beginning, and its payload. BLAKE2b takes a second
-for each GB, so of the payload it gets a fast keyed hash of each full block (`BlockHash`), and what is left over. Who
-does not know the key guesses a frame's checksum with a probability of 2^-64, and changes the blocks of one that is sent
-without changing its checksum with one of 2^-32. Each attempt ends the connection, and its key with it.
+for each GB. So instead of the payload it gets a fast keyed hash of each full block (`BlockHash`), and the rest. An
+attacker without the key guesses a frame's checksum with a probability of 2^-64. Changing the blocks of a sent frame
+without changing its checksum succeeds with a probability of 2^-32. Each attempt ends the connection and its key.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CHECKSUM_BYTES = 8
 
 
 class Checksums:
-    """Those of the frames that one side of a connection sends.
+    """The checksums of the frames that one side of a connection sends.
 
     Args:
       key: 32 bytes that both sides of the connection know, for this direction only.
 
     Attributes:
-      num_bytes: Length of one.
-      num_frames: How many frames there were. Who writes or reads one otherwise counts it.
+      num_bytes: Length of a checksum.
+      num_frames: Number of frames so far. Code that writes or reads a frame by other means counts it here.
     """
 
     num_bytes = CHECKSUM_BYTES
@@ -38,21 +38,21 @@ class Checksums:
     def __init__(self, key: bytes):
         self._key = key
         self._keyed = hashlib.blake2b(key=key, digest_size=CHECKSUM_BYTES)
-        # Not before a connection is made: it brings TensorFlow, which takes seconds to import.
+        # Imported only when there is a connection: the module imports TensorFlow, which takes seconds.
         hashing = importlib.import_module("hop_tf.ops.hashing")
         self._blocks = hashing.BlockHash(hashlib.shake_128(key).digest(hashing.KEY_BYTES))
         self.num_frames = 0
 
     def begin(self, start: bytes) -> Checksum:
-        """That of the next frame, which begins with `start`; its payload is to be added."""
+        """Begins the checksum of the next frame, which begins with `start`. Its payload has to be added."""
         return Checksum(self._begin(start), self._blocks)
 
     def of(self, frame: bytes) -> bytes:
-        """That of the next frame, which has no payload."""
+        """The checksum of the next frame, which has no payload."""
         return self._begin(frame).digest()
 
     def keys_for_native(self) -> tuple[bytes | None, int | None]:
-        """For `HopTfFrame`: the key, and where the key of blocks is."""
+        """For `HopTfFrame`: the key, and the address of the key for blocks."""
         return self._key, self._blocks.key_address
 
     def _begin(self, start: bytes):
@@ -63,7 +63,7 @@ class Checksums:
 
 
 class Checksum:
-    """The checksum of one frame, while its payload goes by."""
+    """The running checksum of one frame."""
 
     def __init__(self, running, blocks: BlockHash):
         self._running = running
@@ -87,17 +87,17 @@ class Checksum:
             self._rest += data[num_full:].tobytes()
 
     def value(self) -> bytes:
-        """The checksum. Nothing may be added any more."""
+        """The checksum. `add` must not be called afterwards."""
         self._running.update(self._rest)
         return self._running.digest()
 
 
 class NoChecksums:
-    """In the place of checksums where the connection has its own, as with TLS: they are empty.
+    """Empty checksums, for a connection that protects its data itself, as with TLS.
 
     Attributes:
-      num_bytes: See `Checksums`; so is `num_frames`.
-      num_frames: Of no matter.
+      num_bytes: See `Checksums`.
+      num_frames: Not used.
     """
 
     num_bytes = 0
@@ -126,7 +126,7 @@ class NoChecksums:
 
 
 def check_equal(received: bytes, expected: bytes) -> None:
-    """Raises ProtocolError where a frame's checksum is wrong."""
+    """Raises ProtocolError if a frame's checksum is wrong."""
     if received != expected:
         raise ProtocolError(
             "a frame has a wrong checksum: it was changed or inserted on its way. The connection is made anew."

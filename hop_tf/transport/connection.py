@@ -23,24 +23,24 @@ from hop_tf.transport.checksum import Checksum, Checksums, NoChecksums, check_eq
 from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_head, encode_start
 from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES, PeerMemory, SharedMemory
 
-# Packets come in bundles of 64 KiB at most: the kernel gathers many, which costs less than to wake Python for each. On
-# a slow connection it gathers fewer, so that the peer is heard of while they come.
+# Packets come in bundles of 64 KiB at most. Letting the kernel gather many costs less than waking Python for each. On a
+# slow connection the kernel gathers fewer, so that signs of life come in between.
 _READ_BYTES, _SLOW_READ_BYTES = 1 << 21, 1 << 17
 _SLOW_READ_SECONDS = 0.25
-# A piece of a large array is in the processor's cache when it is sent: its checksum has just been computed.
+# Small enough that a piece of a large array is still in the processor's cache from its checksum when it is sent.
 _WRITE_BYTES = 1 << 19
-# Up to here one copy costs less than to tell the system of many pieces, and more of these than it takes at once.
+# Up to this size, one copy costs less than a system call with many pieces. The system takes this many pieces at once.
 _SMALL_MESSAGE_BYTES = 1 << 16
 _MAX_PIECES = 1000
-# A frame that has begun goes on within this time, or the connection is made anew. Who waits for a frame asks this often
-# if it is in vain.
+# If a frame that has begun does not go on within this time, the connection is made anew. A thread that waits for a
+# frame checks at this interval if waiting is in vain.
 IDLE_SECONDS = 10.0
-# BBR takes each of several connections that begin together for the only one, and a switch drops what is too much: an
-# all-reduce with three others at 100 Mbit/s then takes three times as long as with CUBIC. Further away than this, where
-# packets are lost at random, BBR is the better one.
+# If several connections begin together, BBR takes each for the only one, and a switch drops the excess. An all-reduce
+# with three others at 100 Mbit/s then takes three times as long as with CUBIC. Over longer distances than this, packets
+# are lost at random, and BBR is better.
 _NEAR_SECONDS = 0.01
 _MIN_RTT = struct.Struct("@148xI")  # The microseconds of `tcpi_min_rtt` in Linux's `struct tcp_info`.
-# Linux's number, which Python does not tell, and its word for no limit.
+# Linux's number, which Python lacks, and Linux's value for no limit.
 SO_MAX_PACING_RATE = 47
 _INT = struct.Struct("@i")
 _NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)
@@ -64,18 +64,18 @@ def _stalled() -> TimeoutError:
 
 
 class Connection:
-    """A socket that frames are read from and written to. One thread may read while another one writes.
+    """A socket for frames. One thread may read while another thread writes.
 
     Args:
-      connected: The socket; it is closed with this.
+      connected: The socket. `close` closes it.
 
     Attributes:
-      sent: The checksums of what is written.
-      received: The checksums of what is read.
-      way_out: The `Way` that `swapping.py` keeps for it; so is `way_in`. None: it was not used there.
-      way_in: The other way.
-      unread_bytes: What was put back by `unread`.
-      peer_memory: Where large payloads of messages that are read are. None: in their frames.
+      sent: The checksums of written frames.
+      received: The checksums of read frames.
+      way_out: The `Way` that `swapping.py` keeps for writing, or None if it has not used the connection.
+      way_in: The `Way` for reading, or None.
+      unread_bytes: Bytes that `unread` has put back.
+      peer_memory: Memory with the large payloads of incoming messages. None: payloads are in their frames.
     """
 
     def __init__(self, connected: socket.socket):
@@ -91,18 +91,18 @@ class Connection:
         self.sent: Checksums | NoChecksums = NoChecksums()
         self.received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # An idle connection that a firewall has forgotten, or whose other end lost its power, is found within 25 s.
-        # While data is on its way TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
-        # also end connections to peers that only take their time.
+        # This finds an idle connection within 25 s if a firewall has forgotten it or the other end lost its power.
+        # While data is in flight, TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
+        # also end connections to peers that are only slow.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     def fit_congestion_control(self) -> None:
-        """Replaces BBR, of any version, by CUBIC if the peer is near, for what is written from now on.
+        """Replaces BBR, of any version, by CUBIC if the peer is near, for all data written from now on.
 
-        Nothing where the system cannot do it, as in some sandboxes.
+        Does nothing if the system does not support that, as in some sandboxes.
         """
         try:
             name = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
@@ -113,21 +113,21 @@ class Connection:
             logging.log_first_n(logging.INFO, "Connections keep the system's congestion control: %s.", 1, error)
 
     def set_timeout(self, timeout_seconds: float | None) -> None:
-        """Limits how long reading and writing may block."""
+        """Limits the time for which reading and writing may block."""
         self._socket.settimeout(timeout_seconds)
 
     def end_greeting(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
-        """From now on every frame ends with a checksum, and only reading in the middle of a frame has a time limit."""
+        """Ends every frame with a checksum from now on. Only reading in the middle of a frame has a time limit then."""
         self.sent, self.received = sent, received
         self._socket.settimeout(None)
-        # The kernel's own limit, and not Python's, with which a call does not fill the whole buffer.
+        # The kernel's own limit: with Python's, a call does not fill the whole buffer.
         seconds, rest = divmod(IDLE_SECONDS, 1.0)
         limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     @contextlib.contextmanager
     def offering_memory(self) -> Iterator[control_pb2.SharedMemory | None]:
-        """A context in which the other side can open memory for payloads. Yields the offer; None if there is none."""
+        """A context in which the peer can open memory for payloads. Yields the offer, or None if there is no memory."""
         self._memory = SharedMemory.make(self._socket)
         try:
             yield None if self._memory is None else self._memory.offer(self._socket)
@@ -136,12 +136,12 @@ class Connection:
                 self._memory.close_file()
 
     def end_offer(self, *, is_taken: bool) -> None:
-        """Tells whether the other side has opened the memory that was offered."""
+        """Forgets the offered memory unless the peer has opened it."""
         if not is_taken:
             self._memory = None
 
     def open_memory(self, offer: control_pb2.SharedMemory | None) -> bool:
-        """Opens the memory that the other side offers. False if it cannot be opened here, or there is none."""
+        """Opens the memory that the peer offers. Returns False if there is none, or if it cannot be opened here."""
         if offer is not None:
             self.peer_memory = PeerMemory.open(offer, self._socket)
         return self.peer_memory is not None
@@ -155,9 +155,9 @@ class Connection:
         return self._num_written - num_under_way
 
     def limit_rate(self, bytes_per_second: float) -> None:
-        """What is written leaves no faster than that from now on, headers of packets included; `math.inf`: no limit.
+        """Limits the rate of written data from now on, headers of packets included; `math.inf` sets no limit.
 
-        Nothing where the system cannot do it, as in some sandboxes.
+        Does nothing if the system does not support that, as in some sandboxes.
         """
         if bytes_per_second == self._bytes_per_second:
             return
@@ -173,7 +173,7 @@ class Connection:
         self._socket.sendall(frame + self.sent.of(frame))
 
     def write_message(self, message: Outgoing) -> None:
-        """Writes a message, straight from its arrays where it is large."""
+        """Writes a message. A large one is written straight from its arrays."""
         frame = self._frame_in_memory(message)
         if frame or message.num_bytes <= _WRITE_BYTES:
             self.write_rest(frame or self._pieces_of(message))
@@ -185,7 +185,7 @@ class Connection:
                 self._socket.sendall(before, socket.MSG_MORE)
                 before = memoryview(array[begin : begin + _WRITE_BYTES])
                 checksum.add(array[begin : begin + _WRITE_BYTES])
-        # In one call, as a rule: the checksum alone would wake the other side once more.
+        # Usually in one call: the checksum alone would wake the peer once more.
         self.write_rest([before, memoryview(checksum.value())])
 
     def try_write_message(self, message: Outgoing) -> Sequence[memoryview]:
@@ -203,7 +203,7 @@ class Connection:
             pieces = behind(pieces, self._socket.sendmsg(pieces[:_MAX_PIECES]))
 
     def _frame_in_memory(self, message: Outgoing) -> Sequence[memoryview]:
-        """The frame of a message whose payload is put into shared memory; empty if it is to travel in the frame."""
+        """The frame of a message whose payload goes to shared memory; empty if the payload must travel in the frame."""
         place = self._place_of(message)
         if place is None:
             return ()
@@ -212,7 +212,7 @@ class Connection:
         return (memoryview(frame + self.sent.of(frame)),)
 
     def _place_of(self, message: Outgoing) -> bytes | None:
-        """Puts the payload of a message into shared memory. Returns its place; None if it travels in the frame."""
+        """Puts a message's payload into shared memory. Returns its place, or None if it must travel in the frame."""
         num_bytes = message.num_bytes - len(message.header)
         if self._memory is None or num_bytes < MIN_PAYLOAD_BYTES or self._bytes_per_second != math.inf:
             return None
@@ -235,13 +235,13 @@ class Connection:
         return start, self.sent.begin(start)
 
     def read_frame(self, while_idle: Callable[[], object] = _do_nothing) -> Frame | None:
-        """Reads a frame without a payload; None at the end of the stream.
+        """Reads a frame without a payload. Returns None at the end of the stream.
 
         Args:
-          while_idle: Called now and then while no frame comes, once the greeting is over.
+          while_idle: Called every `IDLE_SECONDS` while no frame comes, once the greeting is over.
 
         Raises:
-          ProtocolError: If it is none, or was changed on its way.
+          ProtocolError: If the data is no frame, or was changed in flight.
           OSError: If the connection is broken.
         """
         head = self._read_head(while_idle)
@@ -255,14 +255,14 @@ class Connection:
     def read_message(
         self, take_buffer: Callable[[int], np.ndarray], heard: Callable[[], object]
     ) -> tuple[Frame, np.ndarray] | None:
-        """Reads a frame and its payload; None at the end of the stream.
+        """Reads a frame and its payload. Returns None at the end of the stream.
 
         Args:
-          take_buffer: Memory of so many bytes for the payload.
-          heard: Called each time that some of it have come.
+          take_buffer: Returns memory of the given number of bytes for the payload.
+          heard: Called each time that some bytes have come.
 
         Raises:
-          ProtocolError: If it is none, or was changed on its way.
+          ProtocolError: If the data is no frame, or was changed in flight.
           OSError: If the connection is broken.
         """
         head = self._read_head()
@@ -301,7 +301,7 @@ class Connection:
         return parsed.frame(data[:num_bytes])
 
     def _fill(self, head: bytes, text: bytearray, buffer: np.ndarray, heard: Callable[[], object]) -> None:
-        """Reads what follows `head`: the text, a payload, and the checksum, in as few calls as can be."""
+        """Reads the rest of a frame after `head`: text, payload, and checksum, in as few calls as possible."""
         tail, filled, checksum = memoryview(bytearray(self.received.num_bytes)), 0, None
         before = [memoryview(text)]
         while filled < buffer.size:
@@ -325,7 +325,7 @@ class Connection:
         check_equal(bytes(received), checksum.value())
 
     def is_idle_for(self, seconds: float) -> bool:
-        """Waits up to `seconds` for data to read. True if none comes."""
+        """Waits up to `seconds` for data to read. Returns True if none comes."""
         return not self.unread_bytes and not self._readable.poll(1000 * seconds)
 
     @functools.cached_property
@@ -334,17 +334,17 @@ class Connection:
         poll.register(self._socket, select.POLLIN)
         return poll
 
-    # For a thread that writes or reads frames itself: see `swapping.py`.
+    # For threads that write or read frames themselves: see `swapping.py`.
 
     def begin_frame(self, message: Outgoing, bytes_per_second: float) -> bytes | None:
-        """Begins to write a message whose frame is written by `swapping.py`: sets the rate, and shares the payload.
+        """Prepares a message whose frame `swapping.py` writes: sets the rate, and shares the payload.
 
         Args:
           message: The message.
           bytes_per_second: See `limit_rate`.
 
         Returns:
-          Where its payload is in shared memory; None if it travels in the frame.
+          The place of the payload in shared memory, or None if the payload travels in the frame.
         """
         if bytes_per_second != self._bytes_per_second:
             self.limit_rate(bytes_per_second)
@@ -359,7 +359,7 @@ class Connection:
         return self._socket.fileno()
 
     def unread(self, data: bytes) -> None:
-        """Puts back bytes that another thread has read from the socket. They are the next ones to be read."""
+        """Puts back bytes that another thread has read from the socket. The next read returns them."""
         self.unread_bytes = memoryview(data)
 
     def _receive(self, max_bytes: int) -> bytes:
@@ -369,7 +369,7 @@ class Connection:
         return data
 
     def _receive_again_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
-        """As `_receive_into`, from the bytes that were put back."""
+        """Does the same as `_receive_into`, from the bytes that were put back."""
         count = 0
         for piece in map(memoryview, pieces):
             data = self._receive(piece.nbytes) if self.unread_bytes else b""
@@ -378,7 +378,7 @@ class Connection:
         return count
 
     def _receive_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
-        """Reads bytes of a frame that has begun, at best as many as the pieces have room for; returns how many."""
+        """Reads bytes of a frame that has begun, as many as fit into the pieces if they come. Returns their number."""
         if self.unread_bytes:
             return self._receive_again_into(pieces)
         begin = time.monotonic()
@@ -395,17 +395,17 @@ class Connection:
         return count
 
     def end(self) -> None:
-        """Ends reading and writing, also where a thread is blocked in it."""
+        """Ends reading and writing, even if a thread is blocked in it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the socket back, and the memory. No thread may use it any more."""
+        """Closes the socket and drops the memory. No thread may use the connection any longer."""
         self._socket.close()
         self._memory = self.peer_memory = None
 
     def _read(self, num_bytes: int) -> bytes:
-        """So many bytes of a frame that has begun."""
+        """Reads exactly `num_bytes` bytes of a frame that has begun."""
         data = b""
         while len(data) < num_bytes:
             try:

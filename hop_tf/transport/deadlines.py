@@ -1,4 +1,4 @@
-"""When it is no use to wait for a peer any longer."""
+"""Decides when waiting for a peer is no longer of use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from hop_tf.errors import DeadlineExceededError, PeerLostError, describe_failure
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import PeerStatus
 
-# How long nobody may listen where a process did until it counts as dead, although a connection to it is left: longer
-# than a living peer is not heard.
+# A process whose address refuses connections for this long counts as dead, even if a connection to it is left. A living
+# peer is never silent for this long.
 _REFUSED_SECONDS = 2.0
-# A peer ends only when all it has sent has arrived here; to reach its handler may take a moment more.
+# A peer exits only when everything it has sent has arrived here. Reaching the handler may take a moment longer.
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
@@ -19,9 +19,10 @@ _ONE_WAY_ADVICE = "Check firewalls, and with TLS the certificate, in that direct
 
 
 def is_dead(status: PeerStatus) -> bool:
-    """True if the peer's process has died: nobody listens where it did, and its connections have been closed.
+    """True if the peer's process has died: its address refuses connections, and its connections are closed.
 
-    All that it has sent has been read then: a connection counts as open until its last byte has been.
+    Everything that the peer has sent has then been read, because a connection counts as open until its last byte is
+    read. If connections are refused for `_REFUSED_SECONDS`, the peer counts as dead in any case.
     """
     return (status.refused_seconds > 0 and not status.connected) or status.was_refused_for(_REFUSED_SECONDS)
 
@@ -38,18 +39,19 @@ def problem_of(
     step: int | None,
     patience_seconds: float | None = None,
 ) -> Exception | None:
-    """Why to wait for a peer no longer; None if there is hope.
+    """Returns the error that ends waiting for a peer, or None if waiting may still succeed.
 
     Args:
-      status: Of the peer.
-      ended: Why it has ended for good, if it has.
-      waited: Seconds.
+      status: The peer's status.
+      ended: The reason why the peer has exited for good, if it has.
+      waited: Seconds waited so far.
       options: Deadlines.
-      rank: Who waits.
-      peer: For whom, in words.
-      operation: For what.
-      step: In which training step; None outside of one.
-      patience_seconds: Silence after which ranks go on without a peer that was met; None: that of `options`.
+      rank: The rank that waits.
+      peer: The peer, in words.
+      operation: The operation that waits.
+      step: The training step; None outside of a step.
+      patience_seconds: Silence after which ranks continue without a peer that was met; None for the deadlines of
+        `options` only.
     """
     if status.failure is not None:
         return status.failure
@@ -79,7 +81,7 @@ def _find(
     step: int | None,
     patience_seconds: float | None,
 ) -> tuple[type[Exception], str, str] | None:
-    """The error, what is known of the peer, and advice."""
+    """The error's class, the state of the peer in words, and advice; None if waiting may still succeed."""
     problem = f": {status.last_problem}" if status.last_problem else ""
     if ended is not None:
         if waited <= _HANDOVER_SECONDS:
@@ -96,7 +98,7 @@ def _find(
         # Within a step, only a rank that has just joined has never met a peer.
         error = DeadlineExceededError if step is None else PeerLostError
         return error, f"it never appeared{problem}", _LOST_ADVICE
-    # Heartbeats that come in must not hide that nothing gets out.
+    # Incoming heartbeats must not hide that outgoing connections fail.
     if status.was_unreached_for(options.timeout_seconds):
         state = f"it is heard, but rank {rank} has not reached it for {status.unreached_seconds:.1f} s{problem}"
         return PeerLostError, state, _ONE_WAY_ADVICE

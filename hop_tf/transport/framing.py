@@ -1,16 +1,16 @@
-"""How messages become bytes, and bytes messages.
+"""Encodes messages as bytes, and decodes them.
 
-A *frame* is what the two ends of a stream exchange. It begins with a fixed little-endian head, followed by the queue's
-name, the message's header, and the payload. After the greeting it ends with a checksum (`checksum.py`). On a gRPC
-stream a frame holds only the first bytes of a large payload; the next *chunks* on the stream are its remaining bytes
-and nothing else, so that bulk data is neither parsed nor wrapped.
+The two ends of a stream exchange *frames*. A frame begins with a fixed little-endian head, followed by the queue's
+name, the message's header, and the payload. After the greeting, each frame ends with a checksum (`checksum.py`). On a
+gRPC stream a frame holds only the first bytes of a large payload. The next *chunks* on the stream are the remaining
+bytes and nothing else, so that bulk data is neither parsed nor wrapped.
 
-The head ends with a CRC of its own. So a length is not used before it is verified: who believed a wrong one would wait
-for bytes that nobody sends, or take the next frame for a payload. Then all lengths are compared with limits, before
-anything is allocated.
+The head ends with a CRC of its own, so that a length is verified before it is used. A receiver that believed a wrong
+length would wait for bytes that never come, or take the next frame for a payload. All lengths are then compared with
+limits, before memory is allocated.
 
 The head and the greeting (`control.proto`) are the same in every version, so that two versions can tell each other that
-they differ. `PROTOCOL_VERSION` says what is sent after the greeting.
+they differ. `PROTOCOL_VERSION` is the version of the protocol after the greeting.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NOTHING = BufferPool().take(0)
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is for."""
+    """The purposes of frames."""
 
     CHALLENGE = 1
     HELLO = 2
@@ -65,7 +65,7 @@ _KINDS = {kind.value: kind for kind in FrameKind}
 
 @dataclasses.dataclass(slots=True)
 class Outgoing:
-    """A message on its way.
+    """An outgoing message.
 
     Attributes:
       sequence: Its number on the lane, from 1.
@@ -73,12 +73,12 @@ class Outgoing:
       header: The header.
       payload: Flat uint8 arrays.
       num_bytes: Length of header and payload.
-      ack_requested: Whether the sender has reason to wait for the acknowledgement.
-      was_taken: Whether a connection has begun to send it: the peer may have received it.
-      is_recorded: Whether the sender records it, so that the receiver is to do so, too.
-      step: The step that it was sent in; for records.
-      put_at: When it was sent, `time.time()`; for records.
-      rest: Of a message that was partly written, what is left of its frame.
+      ack_requested: True if the sender asks for an acknowledgement.
+      was_taken: True if a connection has begun to send the message: the peer may have received it.
+      is_recorded: True if the sender records the message. The receiver then records it, too.
+      step: The step that the message was enqueued in; for records.
+      put_at: The time when it was enqueued, `time.time()`; for records.
+      rest: The rest of the frame of a partly written message.
     """
 
     sequence: int
@@ -98,14 +98,14 @@ class Frame(NamedTuple):
     """A parsed frame.
 
     Attributes:
-      kind: What it is for.
-      sequence: Number of a message on its lane, from 1; in an acknowledgement that of the last message received.
+      kind: Its purpose.
+      sequence: Number of a message on its lane, from 1; in an acknowledgement, number of the last message received.
       queue: Name of the queue, UTF-8.
       header: The message's header; in a greeting, its protobuf message.
       payload_bytes: Length of the whole payload.
-      inline: What came with the frame behind the header, on a gRPC stream: of the payload and the checksum.
-      ack_requested: Whether the sender wants to know when the message has been received.
-      is_recorded: Whether the sender records it.
+      inline: On a gRPC stream, the bytes after the header: those of the payload and the checksum in this frame.
+      ack_requested: True if the sender asks for an acknowledgement of the message.
+      is_recorded: True if the sender records the message.
     """
 
     kind: FrameKind
@@ -124,7 +124,7 @@ def encode_head(
     """The first `HEAD_BYTES` bytes of a frame.
 
     Args:
-      kind: What the frame is for.
+      kind: The frame's purpose.
       flags: See `Frame`.
       sequence: See `Frame`.
       payload: Length of the payload.
@@ -139,7 +139,7 @@ def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
     """A frame that carries no message.
 
     Args:
-      kind: What it is for.
+      kind: Its purpose.
       sequence: See `Frame`.
       body: A greeting's protobuf message.
     """
@@ -147,7 +147,7 @@ def encode(kind: FrameKind, *, sequence: int = 0, body: bytes = b"") -> bytes:
 
 
 def encode_start(message: Outgoing, *, in_shared_memory: bool = False) -> bytes:
-    """The beginning of a message's frame, up to the payload, or up to the place of one that is in shared memory."""
+    """The beginning of a message's frame, up to the payload, or up to the place of a payload in shared memory."""
     flags = ACK_REQUESTED * message.ack_requested | _RECORDED * message.is_recorded
     head = encode_head(
         FrameKind.MESSAGE,
@@ -161,7 +161,7 @@ def encode_start(message: Outgoing, *, in_shared_memory: bool = False) -> bytes:
 
 
 def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Iterator[bytes]:
-    """The frame of a message, then the chunks with the rest of its payload; the last one has room for the checksum."""
+    """Yields a message's frame, then the chunks with the rest of its payload. The last one ends with the checksum."""
     start = encode_start(message)
     checksum = checksums.begin(start)
     pieces, room = [start], CHUNK_BYTES - len(start)
@@ -182,7 +182,7 @@ def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Ite
 
 
 class Head(NamedTuple):
-    """A parsed head: `Frame` says what the fields mean, and `shared_memory.py` what is in shared memory."""
+    """A parsed head. See `Frame` for the fields, and `shared_memory.py` for payloads in shared memory."""
 
     kind: FrameKind
     ack_requested: bool
@@ -194,7 +194,7 @@ class Head(NamedTuple):
     queue_bytes: int
 
     def frame(self, text: bytes, inline: memoryview | bytes = b"") -> Frame:
-        """The frame with this head, whose queue and header are `text`."""
+        """The frame with this head. `text` is the queue's name followed by the header."""
         return Frame(
             kind=self.kind,
             sequence=self.sequence,
@@ -211,7 +211,7 @@ def decode_head(data: bytes) -> Head:
     """Parses the first `HEAD_BYTES` bytes of a frame.
 
     Raises:
-      ProtocolError: If it is none, was changed on its way, or a length in it is beyond its limit.
+      ProtocolError: If the data is no head, was changed in flight, or has a length beyond its limit.
     """
     if len(data) < HEAD_BYTES:
         raise ProtocolError(f"a frame of {len(data)} bytes is none.")
@@ -245,10 +245,10 @@ def decode(data: bytes, checksum_bytes: int = 0) -> Frame:
 
     Args:
       data: The frame.
-      checksum_bytes: Length of the checksum that it ends with.
+      checksum_bytes: Length of the checksum at its end.
 
     Raises:
-      ProtocolError: If it is none, or a length in it is beyond its limit.
+      ProtocolError: If the data is no frame, or has a length beyond its limit.
     """
     head = decode_head(data)
     if head.in_shared_memory:
@@ -263,7 +263,7 @@ def decode_checked(data: bytes, checksums: Checksums | NoChecksums) -> Frame:
     """Parses a frame without a payload that came after the greeting.
 
     Raises:
-      ProtocolError: If it is none, a length in it is beyond its limit, or its checksum is wrong.
+      ProtocolError: If the data is no frame, has a length beyond its limit, or has a wrong checksum.
     """
     frame = decode(data, checksums.num_bytes)
     check_equal(bytes(frame.inline), checksums.of(data[: len(data) - len(frame.inline)]))
@@ -274,7 +274,7 @@ def take_buffer(pool: BufferPool, num_bytes: int) -> np.ndarray:
     """Memory for a payload.
 
     Raises:
-      ProtocolError: If there is not that much.
+      ProtocolError: If there is not enough memory.
     """
     try:
         return pool.take(num_bytes) if num_bytes else _NOTHING
@@ -286,12 +286,12 @@ class Assembler:
     """Puts a payload together from a message's frame and the chunks that follow it.
 
     Args:
-      pool: Where the payload's memory comes from.
+      pool: The pool that the payload's memory comes from.
       data: The message's frame.
-      checksums: Those of the frames on the connection.
+      checksums: The checksums of the connection's frames.
 
     Raises:
-      ProtocolError: If that is no frame, there is no memory for the payload, or the checksum is wrong.
+      ProtocolError: If `data` is no frame, there is no memory for the payload, or the checksum is wrong.
     """
 
     def __init__(self, pool: BufferPool, data: bytes, checksums: Checksums | NoChecksums):
@@ -306,14 +306,14 @@ class Assembler:
 
     @property
     def complete(self) -> bool:
-        """Whether the whole payload is there, and is what was sent."""
+        """True if the whole payload and its checksum have come. The checksum is right then."""
         return not self._num_missing
 
     def add(self, chunk: bytes) -> None:
         """Appends the bytes of a chunk.
 
         Raises:
-          ProtocolError: If it is empty, or longer than what is missing, or the checksum at the end is wrong.
+          ProtocolError: If the chunk is empty or too long, or if the checksum at the end is wrong.
         """
         if not 0 < len(chunk) <= self._num_missing:
             raise ProtocolError(f"a chunk of {len(chunk)} bytes came where {self._num_missing} are missing.")
@@ -321,9 +321,9 @@ class Assembler:
 
     def _add(self, chunk: bytes | memoryview) -> None:
         piece = np.frombuffer(chunk, np.uint8)[: self.frame.payload_bytes - self._filled]
-        if piece.size:  # What is empty is shared, and read-only.
+        if piece.size:  # An empty payload is shared and read-only.
             self._checksum.add(piece)
-            # Through NumPy and not a memoryview: it lets other threads run while it copies.
+            # NumPy, unlike a memoryview, lets other threads run while it copies.
             np.copyto(self._buffer[self._filled : self._filled + piece.size], piece)
             self._filled += piece.size
         self._received_checksum += bytes(chunk[piece.size :])

@@ -23,27 +23,27 @@ from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import Session
 
 METHOD = "/hop_tf.Transport/Stream"
-# An answer to a heartbeat begins with `time.time()` of who has answered.
+# An answer to a heartbeat begins with `time.time()` of the peer.
 CLOCK = struct.Struct("<d")
 _PROBE_SECONDS, _PROBE_ROUND_TRIPS = 1.0, 3
-# The first heartbeats follow each other quickly: how long the way is shall be known early, and one may be delayed here.
+# The first heartbeats follow each other quickly, to measure the round trip early. One of them may be delayed here.
 _FIRST_PAUSES_SECONDS = (0.0, 0.02, 0.05)
-# A process may be busy, or stopped for a while. Later than that, what was sent or the answer was lost.
+# A process may be busy, or stopped for a while. After this time, the heartbeat or its answer counts as lost.
 _MAX_PONG_SECONDS = 2 * IDLE_SECONDS
-# So many in a row are not sent where the peer was heard anyway: how long the way is may change.
+# Up to this many heartbeats in a row are saved if the peer was heard anyway. More would miss changes of the round trip.
 _MAX_SPARED = 4
 
 
 class GrpcLink(Link):
     """A link over gRPC, for messages or for heartbeats.
 
-    It has a channel, that is a connection, of its own: bulk data on one lane delays no other.
+    The link has a channel, that is a connection, of its own: bulk data on one lane does not delay other lanes.
 
     Args:
-      open_channel: Makes a channel to a peer.
-      heartbeat_seconds: Send heartbeats at this interval, though few where the peer was heard in the last half of it;
-        None on lanes that carry messages.
-      recorder: Told how far the peer's clock is off; None: nobody is.
+      open_channel: Opens a channel to a peer.
+      heartbeat_seconds: Interval of heartbeats; fewer are sent if the peer was heard within the last half of it. None
+        on lanes that carry messages.
+      recorder: Records the offset of the peer's clock, or None.
       **arguments: See `Link`.
     """
 
@@ -65,7 +65,7 @@ class GrpcLink(Link):
         return self._heartbeat_seconds is not None or super()._wait_needed()
 
     def _try_stream(self) -> str:
-        if self._was_unavailable and self._nobody_listens():  # Over gRPC that costs far more to find out.
+        if self._was_unavailable and self._nobody_listens():  # Much cheaper than an attempt by gRPC.
             if self._peer.incarnation is not None:
                 self._peer.refused()
             return "connection refused"
@@ -77,8 +77,8 @@ class GrpcLink(Link):
                 self._stream_begins(call.cancel)
                 self._read(call, connection)
         except grpc.RpcError as error:
-            # It is the call itself, and its traceback has frames that refer to it. No call may be left to the garbage
-            # collector: at the interpreter's end that one might wait for the lock of a thread that is no more.
+            # The error is the call itself, and frames of its traceback refer to it. No call may be left to the garbage
+            # collector: at the interpreter's exit, collecting one might wait for the lock of a thread that is gone.
             error.__traceback__ = None
             self._was_unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
             if connection.is_overdue:
@@ -92,7 +92,7 @@ class GrpcLink(Link):
         return "it closed the connection"
 
     def _nobody_listens(self) -> bool:
-        """Whether a connection is refused, which gRPC does not tell from other troubles."""
+        """True if a connection is refused, which gRPC does not distinguish from other problems."""
         host, _, port = self._peer.address.rpartition(":")
         timeout_seconds = _PROBE_SECONDS + _PROBE_ROUND_TRIPS * self._peer.round_trip_seconds
         try:
@@ -100,10 +100,10 @@ class GrpcLink(Link):
         except ConnectionRefusedError:
             return True
         except OSError:
-            pass  # It cannot be reached, or takes its time: it may live.
+            pass  # The peer is unreachable or slow: it may live.
         return False
 
-    # What is sent. gRPC calls the generator from a thread of its own.
+    # Sending. gRPC calls the generator from a thread of its own.
 
     def _requests(self, connection: _Connection) -> Iterator[bytes]:
         hello = connection.wait_hello()
@@ -122,7 +122,7 @@ class GrpcLink(Link):
             message = self._outbox.take(connection.epoch, IDLE_SECONDS)
             if message is not None:
                 yield from encode_message(message, connection.sent)
-                del message  # Not kept alive while the next one is awaited.
+                del message  # Frees it while this waits for the next message.
             elif self._patience.is_over(self._outbox.num_unacknowledged):
                 self._doubt(connection)
 
@@ -131,7 +131,7 @@ class GrpcLink(Link):
             if connection.wait_ended(pause):
                 return
             yield connection.ping()
-        # One costs two milliseconds of a processor, here and there together, and a rank may have a hundred peers.
+        # A heartbeat costs two milliseconds of processor time on both sides together, and a rank may have 100 peers.
         num_spared = 0
         while not connection.wait_ended(interval_seconds):
             if num_spared < _MAX_SPARED and self._peer.was_heard_within(interval_seconds / 2):
@@ -143,13 +143,13 @@ class GrpcLink(Link):
             yield connection.ping()
 
     def _doubt(self, connection: _Connection) -> None:
-        """Ends the stream: what was sent does not arrive, or the answer to it does not."""
+        """Ends the stream, because messages or their answers do not arrive."""
         connection.is_overdue = True
         connection.end()
         with self._lock:
             self._end_running_stream()
 
-    # What comes back.
+    # Receiving.
 
     def _read(self, call: Iterator[bytes], connection: _Connection) -> None:
         try:
@@ -157,7 +157,7 @@ class GrpcLink(Link):
                 self._take_answer(data, connection)
         finally:
             call.cancel()
-            call = None  # As above.
+            call = None  # As in `_try_stream`.
             if connection.accepted:
                 self._peer.link_down()
 
@@ -198,12 +198,12 @@ class _Connection:
 
     Attributes:
       session: The greeting; None before the peer's challenge has come.
-      accepted: Whether the peer has accepted the greeting.
-      sent: Checksums of what this side sends, once it is accepted.
-      received: Those of what the peer sends.
+      accepted: True if the peer has accepted the greeting.
+      sent: Checksums of frames that this side sends, once it is accepted.
+      received: Checksums of frames that the peer sends.
       epoch: Number of the connection, see `Outbox`.
-      is_overdue: Whether it is ended since an answer is overdue.
-      pinged_at: When the heartbeats were sent that have no answer yet.
+      is_overdue: True if the stream is ended because an answer is overdue.
+      pinged_at: The times of the heartbeats that have no answer yet.
     """
 
     def __init__(self, outbox: Outbox):
@@ -219,14 +219,14 @@ class _Connection:
         self.pinged_at: collections.deque[float] = collections.deque()
 
     def greet(self, hello: bytes, session: Session) -> None:
-        """The peer's challenge has come: the writer shall send the hello that answers it."""
+        """Called with the answer to the peer's challenge. The writer then sends this hello."""
         with self._changed:
             self.session = session
             self._hello = hello
             self._changed.notify_all()
 
     def accept(self, epoch: int) -> None:
-        """The peer has accepted the greeting."""
+        """Called when the peer has accepted the greeting."""
         self.sent, self.received = self.session.checksums("client"), self.session.checksums("server")
         with self._changed:
             self.accepted = True
@@ -240,25 +240,25 @@ class _Connection:
         return frame + self.sent.of(frame)
 
     def end(self) -> None:
-        """The stream is over: the writer shall end."""
+        """Called when the stream is over. Ends the writer."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
         self._outbox.interrupt()
 
     def wait_hello(self) -> bytes | None:
-        """Waits for the hello; None where there will be none."""
+        """Waits for the hello. Returns None if the stream ends first."""
         with self._changed:
             self._changed.wait_for(lambda: self._hello is not None or self._ended)
             return None if self._ended else self._hello
 
     def wait_accepted(self) -> bool:
-        """Waits for the answer to the greeting; False where none will come."""
+        """Waits until the greeting is accepted. Returns False if the stream ends first."""
         with self._changed:
             self._changed.wait_for(lambda: self.accepted or self._ended)
             return not self._ended
 
     def wait_ended(self, timeout_seconds: float) -> bool:
-        """Waits until the stream is over; False where that takes longer."""
+        """Waits until the stream is over. Returns False if that takes longer."""
         with self._changed:
             return self._changed.wait_for(lambda: self._ended, timeout_seconds)

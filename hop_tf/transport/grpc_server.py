@@ -1,4 +1,4 @@
-"""`GrpcServer`: accepts the streams of peers and hands their messages over."""
+"""The gRPC server's side: accepts the streams of peers and delivers their messages."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from hop_tf.transport.strangers import Strangers, source_of
 class DaemonExecutor(concurrent.futures.Executor):
     """Runs each call on a daemon thread of its own.
 
-    The interpreter joins the threads of `ThreadPoolExecutor` before it exits. Those of a server sit in streams that
-    last as long as the process, and it would never exit.
+    The interpreter joins the threads of `ThreadPoolExecutor` before it exits. A server's threads wait in streams that
+    last as long as the process, so the interpreter would never exit.
 
     Args:
       name: Name of the threads.
@@ -42,15 +42,15 @@ class DaemonExecutor(concurrent.futures.Executor):
 
     @property
     def threads(self) -> list[threading.Thread]:
-        """The threads that run."""
+        """The running threads."""
         with self._lock:
             return list(self._threads)
 
     def try_reserve(self) -> bool:
-        """Starts the thread of the next `submit`, which cannot fail then; False if the system allows no more."""
+        """Starts the thread of the next `submit`, which then cannot fail. Returns False if the system refuses."""
         calls = queue.SimpleQueue()
         thread = threading.Thread(target=self._run, args=(calls,), name=self._name, daemon=True)
-        with self._lock:  # Whoever sees a thread may join it.
+        with self._lock:  # A thread in `threads` has been started, so it can be joined.
             self._threads.add(thread)
             try:
                 thread.start()
@@ -68,7 +68,7 @@ class DaemonExecutor(concurrent.futures.Executor):
         return future
 
     def close(self) -> None:
-        """Ends the threads that were reserved and are not used."""
+        """Ends threads that were reserved and not used."""
         with self._lock:
             while self._reserved:
                 self._reserved.popleft().put(None)
@@ -92,18 +92,18 @@ def _perform(future: concurrent.futures.Future, fn: Callable, args: tuple, kwarg
 
 
 class StreamHandler(grpc.GenericRpcHandler):
-    """What happens on a stream that a peer has opened: greeting, messages, acknowledgements.
+    """Serves the streams that peers open: greeting, messages, acknowledgements.
 
     Args:
       rank: This rank.
       handshake: Judges greetings.
-      dispatcher: Where messages go.
-      pool: Where payloads are put together.
+      dispatcher: Delivers messages.
+      pool: Provides memory for payloads.
       executor: Runs the thread of each stream.
-      encrypted: Whether this is under TLS.
-      strangers: Those who have not greeted yet.
-      on_refused: Called with where it came from and the reason, for every stream that is refused.
-      on_error: Called with an exception that nobody has foreseen.
+      encrypted: True under TLS.
+      strangers: The connections that have not greeted yet.
+      on_refused: Called with the origin and the reason, for every stream that is refused.
+      on_error: Called with an unexpected exception.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StreamHandler(grpc.GenericRpcHandler):
         self._rpc = grpc.stream_stream_rpc_method_handler(self._serve)
 
     def service(self, handler_call_details):
-        """The stream's handler. None where that is refused, which gRPC answers with UNIMPLEMENTED and no thread."""
+        """The stream's handler. For None, gRPC refuses the stream with UNIMPLEMENTED, without a thread."""
         is_admitted = handler_call_details.method == METHOD and self._strangers.admit(self._executor.try_reserve)
         return self._rpc if is_admitted else None
 
@@ -156,7 +156,7 @@ class StreamHandler(grpc.GenericRpcHandler):
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
         except grpc.RpcError:
-            pass  # The peer, or `close`, has ended the stream; the peer comes back if it wants to.
+            pass  # The peer, or `close`, has ended the stream. The peer may open another one.
         except Exception as error:
             self._on_error(error)
 
@@ -173,8 +173,7 @@ class StreamHandler(grpc.GenericRpcHandler):
             if not stranger.problem:
                 raise
         finally:
-            # From here on `close` lets the answer out: who is refused, and not told, would wait for a rank that has
-            # gone.
+            # From here on `close` lets the answer out: a peer that gets no refusal would wait for a rank that is gone.
             self._strangers.leave(stranger)
         if stranger.problem:
             raise ProtocolError(stranger.problem)
@@ -244,7 +243,7 @@ class _Stream:
         self._assembler: Assembler | None = None
 
     def feed(self, data: bytes) -> Frame | None:
-        """Takes a frame or chunk; returns the frame of the message that it completes, if it does."""
+        """Takes a frame or chunk. Returns the frame of the message that is complete now, or None."""
         self._peer.heard()
         if self._assembler is not None:
             self._assembler.add(data)
@@ -253,7 +252,7 @@ class _Stream:
         return self._assembler.frame if self._assembler.complete else None
 
     def deliver(self, frame: Frame) -> bool:
-        """Delivers the completed message; False if this connection has been replaced."""
+        """Delivers the complete message. Returns False if this connection has been replaced."""
         payload = self._assembler.payload()
         self._assembler = None
         message = make_message(self._peer, frame, payload)

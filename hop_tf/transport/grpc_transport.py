@@ -35,8 +35,8 @@ from hop_tf.transport.strangers import GREETING_SECONDS, GuessLimit, Strangers
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", CHUNK_BYTES),
     ("grpc.max_receive_message_length", CHUNK_BYTES),
-    # Half-open connections (a firewall that forgot them) are found by pings of gRPC's own, however busy the lane is.
-    # A link that fails for some seconds is not half-open: TCP may take twice as long until it tries again.
+    # gRPC's own pings find half-open connections (which a firewall has forgotten), however busy the lane is. A link
+    # that fails for some seconds is not half-open: TCP may take twice as long until it tries again.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -47,7 +47,7 @@ _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-    # Connections on which nothing happens are closed. Each one of a peer carries a stream, and each of these a thread.
+    # Closes idle connections. Each connection of a peer carries a stream, and each stream takes a thread.
     ("grpc.server_handshake_timeout_ms", int(GREETING_SECONDS * 1000)),
     ("grpc.max_connection_idle_ms", int(GREETING_SECONDS * 1000)),
     ("grpc.max_concurrent_streams", 8),
@@ -62,7 +62,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
 _MANY_CONNECTIONS = 1 << 16
-# Streams that `close` has ended are gone long before.
+# Streams that `close` has ended are gone long before this.
 _GRACE_SECONDS = 2.0
 
 # Transports of this process that serve.
@@ -75,17 +75,17 @@ class GrpcTransport(QueueTransport):
 
     Args:
       rank: This rank.
-      addresses: "host:port" of every rank; this one serves on `addresses[rank]`.
-      identity: Fields that must be equal on all ranks. Where they are not, `status(peer).failure` says so on both.
+      addresses: "host:port" of every rank. This rank serves on `addresses[rank]`.
+      identity: Fields that must be equal on all ranks. If two ranks differ, `status(peer).failure` says so on both.
       incarnation: Name of this transport, see `new_incarnation`. Default: a new one.
       options: Deadlines and credentials.
-      pool: Where received payloads are put together. Default: a pool of its own.
+      pool: Provides memory for received payloads. Default: a pool of its own.
       on_error: See `QueueTransport`.
       on_restart: See `QueueTransport`.
       recorder: See `QueueTransport`.
       num_ranks: See `QueueTransport`.
-      in_turn: Whether all ranks make transports in this cluster in the same order, so that they can tell by the number
-        of those before which one a peer is in. Default True.
+      in_turn: True if all ranks create transports in the same order. A transport's index then identifies it on every
+        rank. Default True.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class GrpcTransport(QueueTransport):
         }
 
     def _ask(self, peer: Peer) -> None:
-        """A stranger may have spoken in the name of `peer`: at its address there is who it is."""
+        """Connects to `peer` to verify a greeting in its name: the process at the peer's address is the real one."""
         try:
             self.connect(peer.rank)
         except HopError as error:
@@ -210,7 +210,7 @@ class GrpcTransport(QueueTransport):
     def _close_links(self, deadline: float) -> None:
         for link in self._links:
             link.close()
-        # Without a time of grace, gRPC would make the peers' libraries print a line each.
+        # Without a grace period, gRPC would make each peer's library print a line.
         stopped = None if self._server is None else self._server.stop(grace=_GRACE_SECONDS)
         self._streams.close()
         self._strangers.close()
@@ -219,7 +219,7 @@ class GrpcTransport(QueueTransport):
         self._join([link.thread for link in self._links] + self._executor.threads, deadline)
         if stopped is not None:
             stopped.wait(max(0.0, deadline - time.monotonic()))
-        self._server = None  # gRPC gives the port back when the server is destroyed.
+        self._server = None  # gRPC frees the port when the server is destroyed.
         with _serving_lock:
             _serving.discard(self)
 
@@ -237,14 +237,15 @@ class GrpcTransport(QueueTransport):
             else:
                 server.add_secure_port(address, self._tls.for_server())
         except RuntimeError as error:
-            # gRPC has one message for all that can go wrong.
+            # gRPC has one message for all problems.
             tls = "" if self._tls is None else " (or gRPC does not accept the TLS files)"
             raise self._cannot_serve(f"{error}{tls}") from error
 
     def _hosts(self) -> list[str]:
         """The numeric addresses of this rank's name that belong to this machine.
 
-        gRPC by itself would be content with one of them, and leave another to a stranger that listens there.
+        gRPC by itself would be content with one of them, and would leave another address to any process that listens
+        there.
         """
         host, _, port = self._address.rpartition(":")
         try:
@@ -276,19 +277,19 @@ class GrpcTransport(QueueTransport):
 
 
 def _max_connections() -> int:
-    """How many connections the server keeps: strangers shall not take the descriptors that training needs."""
+    """The limit on the server's connections: strangers must not take the descriptors that training needs."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MANY_CONNECTIONS if limit == resource.RLIM_INFINITY else min(limit * 3 // 4, _MANY_CONNECTIONS)
 
 
 def _is_served_here(sockaddrs: set[tuple]) -> bool:
-    """Whether another transport of this process serves on one of the addresses."""
+    """True if another transport of this process serves on one of the addresses."""
     with _serving_lock:
         return any(not sockaddrs.isdisjoint(transport._sockaddrs) for transport in _serving)
 
 
 def _try_bind(family: int, sockaddr: tuple) -> int | None:
-    """Returns the error number where a socket cannot be bound, else None."""
+    """Returns the error number if a socket cannot be bound, otherwise None."""
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""`Handshake`: what two ranks tell each other before the first message, and when they refuse to go on."""
+"""`Handshake`: the greeting between two ranks before the first message, and the reasons to refuse it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge, parse, seal_refusal
 from hop_tf.transport.strangers import GuessLimit
 
-# The lane of heartbeats, beside those of messages.
+# The lane of heartbeats, after the lanes of messages.
 CONTROL_LANE = MAX_LANES
 _PROTOCOL_FIELD = "transport.protocol"
 _TOO_EARLY = "its process has not shut an earlier strategy down, as this one has"
 _TOO_LATE = "its process has shut the strategy down that this one is in, and made another one"
-# Refusals that may pass, and change nothing.
+# Refusals that may be temporary, and change nothing.
 _PASSING = {
     control_pb2.BAD_TOKEN: "it refused this rank's cluster token (see CommunicationOptions.cluster_token)",
     control_pb2.BAD_RANK: "it has another rank, or knows this rank under another number; check TF_CONFIG on both",
@@ -32,7 +32,7 @@ _UNSIGNED = (control_pb2.BAD_TOKEN, control_pb2.TOO_MANY_GUESSES)
 
 
 class RefusedError(HopError):
-    """A greeting was refused; another attempt may succeed."""
+    """A greeting was refused. Another attempt may succeed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Greeting:
     """An accepted hello.
 
     Attributes:
-      peer: Who will send.
-      lane: On which lane.
-      first_sequence: Number of the oldest message that it still has.
-      session: What was said.
-      shared_memory: What the sender has told of its memory. None: it has told nothing.
+      peer: The peer that will send.
+      lane: The lane of its messages.
+      first_sequence: Number of the oldest message that the peer still has.
+      session: The messages exchanged so far.
+      shared_memory: The memory that the sender offers, or None.
     """
 
     peer: Peer
@@ -64,18 +64,18 @@ class Handshake:
       incarnation: Name of this transport, see `new_incarnation`.
       identity: Fields that must be equal on all ranks.
       secret: The token that all ranks share.
-      guesses: Limits wrong ones.
-      encrypted: Whether connections protect what is sent on them by themselves.
-      on_doubt: Called, on any thread, with a peer in whose name a stranger may have spoken: begins to connect to it, if
-        nothing did before. What is found at its address counts.
-      on_restart: Called, on any thread, with a peer in whose place another process has greeted. What was on its way
-        between this rank and the old process is to be forgotten before it returns. None: that fails the peer. (A
-        process that greets with a later transport is to wait until this one, too, has been closed.)
-      in_turn: Whether all ranks make transports in the same order. Default True.
+      guesses: Limits wrong tokens.
+      encrypted: True if connections protect their data themselves.
+      on_doubt: Called, on any thread, with a peer in whose name a stranger may have greeted. Begins to connect to the
+        peer, if this rank does not yet: the process at the peer's address is the real one.
+      on_restart: Called, on any thread, with a peer after another process has greeted in its place. Must forget all
+        messages in flight between this rank and the old process before it returns. Default None: a restart makes the
+        peer fail. (A process that greets with a later transport has to wait until this rank has closed its transport.)
+      in_turn: True if all ranks create transports in the same order. Default True.
 
     Attributes:
-      socket_port: Port of this rank's plain sockets, which is told to all peers; 0 if it has none.
-      interface_addresses: "host:port" of those on further interfaces, which are told, too.
+      socket_port: Port of this rank's plain sockets, which all peers are told; 0 if it has none.
+      interface_addresses: "host:port" of the sockets on further interfaces, which peers are told, too.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class Handshake:
         self.interface_addresses: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """This transport serves from now on, and those that the process has made before do not."""
+        """Called when this transport begins to serve. The process's earlier transports no longer do."""
         if self._in_turn:
             self._past.generation += 1
             self._generation = self._past.generation
 
     def _join_generation(self, theirs: control_pb2.Hello | control_pb2.HelloReply) -> None:
-        """A peer is in this strategy: if it has made more before, this process has taken the place of another."""
+        """Adopts the generation of a peer in this strategy if it is ahead: this process has then replaced another."""
         with self._meeting:
             if self._lead_of(theirs) > 0:
                 self._generation = self._past.generation = theirs.generation
 
     def _lead_of(self, theirs: control_pb2.Hello | control_pb2.HelloReply) -> int:
-        """How many strategies more than this rank a peer has made before; 0 where that cannot be known."""
+        """The number of strategies that a peer has created beyond this rank's; 0 if that is not known."""
         if self._generation is None or not theirs.HasField("generation"):
             return 0
         return theirs.generation - self._generation
@@ -141,14 +141,14 @@ class Handshake:
         """The message that opens a stream to `peer`, and the session that it begins.
 
         Args:
-          peer: To whom.
+          peer: The peer.
           lane: See `control.proto`.
           first_sequence: See `control.proto`.
-          challenge: What the peer has said first.
+          challenge: The peer's first message.
           shared_memory: See `control.proto`.
 
         Raises:
-          ProtocolError: If that is no challenge.
+          ProtocolError: If `challenge` is no challenge.
         """
         session = Session(self._secret, challenge, encrypted=self._encrypted)
         hello = control_pb2.Hello(
@@ -166,16 +166,16 @@ class Handshake:
         return session.seal_hello(hello.SerializeToString()), session
 
     def check_reply(self, peer: Peer, data: bytes, session: Session) -> control_pb2.HelloReply:
-        """Judges the answer to `hello`. What cannot be mended is also recorded as the peer's failure.
+        """Judges the answer to `hello`. A permanent refusal is also recorded as the peer's failure.
 
         Returns:
-          The answer. It accepts.
+          The answer, which accepts the greeting.
 
         Raises:
-          RefusedError: If the peer refused, for a reason that may pass.
+          RefusedError: If the peer refused for a reason that may be temporary.
           MismatchError: If the peer disagrees on a field.
           PeerLostError: If one of the two processes was restarted.
-          ProtocolError: If that is no answer.
+          ProtocolError: If `data` is no answer.
         """
         reply = _open_reply(data, session)
         if reply.refusal in _PASSING:
@@ -205,24 +205,24 @@ class Handshake:
     # The side that is greeted.
 
     def challenge(self) -> tuple[bytes, Session]:
-        """What this side says first on a new connection, and the session that it begins."""
+        """The first message on a new connection, and the session that it begins."""
         challenge = new_challenge()
         return challenge, Session(self._secret, challenge, encrypted=self._encrypted)
 
     def check_hello(
         self, data: bytes, session: Session, source: str, certificate_names: frozenset[str] | None
     ) -> Greeting:
-        """Judges a hello. A peer that proves to be in the cluster and disagrees has its failure recorded.
+        """Judges a hello. If a peer proves to be in the cluster and disagrees, its failure is recorded.
 
         Args:
           data: The hello.
-          session: That of `challenge`.
-          source: Where it comes from, see `source_of`.
-          certificate_names: Names in the certificate of the other side; None without TLS.
+          session: The session that `challenge` returned.
+          source: The connection's source, see `source_of`.
+          certificate_names: Names in the certificate of the peer; None without TLS.
 
         Raises:
-          HelloRefusedError: If it is refused; holds the answer to send.
-          ProtocolError: If that is no hello.
+          HelloRefusedError: If the hello is refused. The error holds the answer to send.
+          ProtocolError: If `data` is no hello.
         """
         hello = self._authenticate(data, session, source)
         try:
@@ -232,7 +232,7 @@ class Handshake:
             raise
 
     def _authenticate(self, data: bytes, session: Session, source: str) -> control_pb2.Hello:
-        """The hello, if whoever sends it knows the token. Others are told nothing but that."""
+        """Returns the hello if its sender knows the token. Other senders are told only that they do not."""
         if not self._guesses.take(source):
             reply = control_pb2.HelloReply(refusal=control_pb2.TOO_MANY_GUESSES).SerializeToString()
             raise HelloRefusedError("too many wrong cluster tokens came from there", seal_refusal(reply))
@@ -253,7 +253,7 @@ class Handshake:
             names = ", ".join(sorted(certificate_names)) or "no host"
             problem = f"it passes as {peer}, and has a certificate for {names}"
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_CERTIFICATE))
-        # What earlier strategies of the two processes disagree on is of no matter.
+        # Disagreements between earlier strategies of the two processes do not matter.
         if hello.receiver_incarnation not in ("", self._incarnation):
             is_same = process_of(hello.receiver_incarnation) == process_of(self._incarnation)
             problem = f"{peer} takes this {'strategy' if is_same else 'process'} for an earlier one"
@@ -277,9 +277,10 @@ class Handshake:
         return Greeting(peer, hello.lane, hello.first_sequence, session, shared_memory)
 
     def _check_plausible(self, peer: Peer, hello: control_pb2.Hello) -> None:
-        """Raises HelloRefusedError where nothing shows that another process speaks for a peer that was met.
+        """Raises HelloRefusedError if an unknown process greets, without proof, in the name of a peer that was met.
 
-        If it was really restarted, this rank's own connection to its address finds that out; then this one is let in.
+        If the peer was really restarted, this rank's own connection to its address shows that. Then the process is let
+        in.
         """
         if peer.failure is None and not peer.has_been(hello.incarnation):
             self._on_doubt(peer)
@@ -287,27 +288,27 @@ class Handshake:
             raise HelloRefusedError(problem, self._reply(control_pb2.UNCONFIRMED))
 
     def _check_generation(self, peer: Peer, hello: control_pb2.Hello) -> None:
-        """Raises OtherStrategyError if `peer` is in another strategy than this rank. They have not met in this one."""
+        """Raises OtherStrategyError if `peer`, which has not been met yet, is in another strategy than this rank."""
         if self._is_later(peer, hello):
             problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
-        # A process that was started again has made fewer, and joins the others in theirs.
+        # A process that was started again has created fewer strategies, and joins the others in the present one.
         if self._lead_of(hello) < 0 and self._past.processes.get(peer.rank) in (None, process_of(hello.incarnation)):
             problem = f"{peer} has not shut a strategy down that this rank has"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
 
     def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
-        """Whether the process of `peer` has made this transport after the one that belongs to this rank's."""
+        """True if the process of `peer` has created this transport after the one that belongs to this rank's."""
         is_same_process = peer.incarnation is not None and process_of(peer.incarnation) == process_of(
             theirs.incarnation
         )
         return (is_same_process and peer.incarnation != theirs.incarnation) or self._lead_of(theirs) > 0
 
     def _meet(self, peer: Peer, incarnation: str) -> None:
-        """Makes sure that `peer` is that process; lets it take the place of an earlier one if that is allowed.
+        """Checks that `peer` is the process `incarnation`, or lets that process replace an earlier one.
 
         Raises:
-          PeerLostError: If it is not.
+          PeerLostError: If the process may not replace the earlier one.
         """
         with self._meeting:
             if not peer.is_incarnation(incarnation):
@@ -375,7 +376,7 @@ class HelloRefusedError(HopError):
     """A hello was refused.
 
     Attributes:
-      reply: The answer that says so.
+      reply: The answer to send.
     """
 
     def __init__(self, message: str, reply: bytes):
@@ -384,11 +385,11 @@ class HelloRefusedError(HopError):
 
 
 class OtherStrategyError(HelloRefusedError):
-    """A hello was refused because one of the two ranks is not done with an earlier strategy, which is no mistake."""
+    """A hello was refused because one of the two ranks still uses an earlier strategy, which is no mistake."""
 
 
 def _open_reply(data: bytes, session: Session) -> control_pb2.HelloReply:
-    """The answer to a hello. Who does not know the token may refuse, and do nothing else."""
+    """The answer to a hello. A peer that does not prove the token may only refuse."""
     try:
         return parse(control_pb2.HelloReply, session.open_reply(data))
     except NotProvenError as error:

@@ -52,7 +52,7 @@ class InProcessNetwork:
         self._break([frozenset((rank, other)) for other in range(len(self.addresses)) if other != rank])
 
     def join(self, transport: InProcessTransport) -> None:
-        """A rank begins to serve.
+        """Called when a rank begins to serve.
 
         Raises:
           HopError: If another transport serves as that rank.
@@ -64,7 +64,7 @@ class InProcessNetwork:
             self._changed.notify_all()
 
     def leave(self, transport: InProcessTransport) -> None:
-        """A rank serves no more."""
+        """Called when a rank no longer serves."""
         with self._changed:
             if self._transports.get(transport.rank) is transport:
                 self._note_life(transport.rank)
@@ -72,23 +72,23 @@ class InProcessNetwork:
             self._changed.notify_all()
 
     def serves(self, rank: int) -> bool:
-        """Whether a transport serves as that rank now."""
+        """True if a transport serves as that rank now."""
         with self._changed:
             return rank in self._transports
 
     def want(self, rank: int, other: int) -> None:
-        """One of the two wants the connection."""
+        """Called when one of the two ranks wants the connection."""
         with self._changed:
             self._wanted.add(frozenset((rank, other)))
 
     def receiver(self, rank: int, peer: int) -> InProcessTransport | None:
-        """The transport that `rank` is connected to for `peer`; None while it is not."""
+        """The transport of `peer` that `rank` is connected to; None without a connection."""
         with self._changed:
             pair = frozenset((rank, peer))
             return self._transports.get(peer) if pair in self._wanted and pair not in self._cut else None
 
     def wait_receiver(self, rank: int, peer: int, ended: Callable[[], bool]) -> InProcessTransport | None:
-        """Waits for the connection; None where `ended` comes first."""
+        """Waits for the connection. Returns None if `ended` comes first."""
         with self._changed:
             self._changed.wait_for(lambda: ended() or self.receiver(rank, peer) is not None)
             return None if ended() else self.receiver(rank, peer)
@@ -103,7 +103,7 @@ class InProcessNetwork:
             transport.interrupt_links()
 
     def _note_life(self, *ranks: int) -> None:
-        """Both sides of what is about to be cut have heard of each other until now."""
+        """Records, before a connection is cut, that both sides have heard of each other until now."""
         for transport in self._transports.values():
             for rank in ranks:
                 if rank != transport.rank:
@@ -117,9 +117,9 @@ class InProcessTransport(QueueTransport):
 
     Args:
       rank: This rank.
-      network: What connects it.
+      network: The network that connects the ranks.
       options: Deadlines.
-      pool: Where copied payloads are put. Default: a pool of its own.
+      pool: Provides memory for copied payloads. Default: a pool of its own.
       on_error: See `QueueTransport`.
       on_restart: See `QueueTransport`. Threads are not restarted: it is never called.
       recorder: See `QueueTransport`.
@@ -170,12 +170,12 @@ class InProcessTransport(QueueTransport):
         return dataclasses.replace(super().status(peer), connected=connected, last_problem=problem)
 
     def interrupt_links(self) -> None:
-        """Makes all links look at the network again."""
+        """Makes all links check the network again."""
         for link in list(self._links):
             link.outbox.interrupt()
 
     def inbox(self, sender: int, lane: int) -> Inbox:
-        """Where messages of `sender` on `lane` go."""
+        """The inbox for messages of `sender` on `lane`."""
         return self._dispatcher.inbox(sender, lane)
 
     def _watch(self, peer: Peer) -> None:

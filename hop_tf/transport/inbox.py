@@ -1,4 +1,4 @@
-"""`Dispatcher` and `Inbox`: from received messages to the handlers of their queues."""
+"""`Dispatcher` and `Inbox`: deliver received messages to the handlers of their queues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_HELD_MESSAGES = 1024
 
 
 def make_message(peer: Peer, frame: Frame, payload: np.ndarray) -> Message:
-    """What a handler gets for a frame and its payload.
+    """Makes the message that a handler gets from a frame and its payload.
 
     Raises:
       ProtocolError: If the frame is no message to a queue.
@@ -37,9 +37,10 @@ class Dispatcher:
     """The handlers of one rank, and the inboxes that feed them.
 
     Args:
-      on_error: Called with what a handler raised.
-      max_held_messages: How many messages an inbox holds for queues without a handler; then its sender must wait.
-      recorder: Told of the messages that their senders record; None: nobody is.
+      on_error: Called with an exception that a handler raised.
+      max_held_messages: Number of messages that an inbox holds for queues without a handler. Beyond that, its sender
+        has to wait.
+      recorder: Records the messages that their senders record, or None.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Dispatcher:
         max_held_messages: int = MAX_HELD_MESSAGES,
         recorder: Recorder | None = None,
     ):
-        self.lock = threading.RLock()  # That of the condition.
+        self.lock = threading.RLock()  # The condition's lock.
         self.condition = threading.Condition(self.lock)
         self.recorder = recorder
         self.closed = False
@@ -63,12 +64,12 @@ class Dispatcher:
         self._threads: set[threading.Thread] = set()
 
     def inbox(self, sender: int, lane: int) -> Inbox:
-        """The inbox of what `sender` sends on `lane`."""
+        """The inbox for messages of `sender` on `lane`."""
         with self.condition:
             return self._inboxes.setdefault((sender, lane), Inbox(self, sender, lane))
 
     def begin_again(self, sender: int) -> None:
-        """Another process than before sends from now on; what is held of the old one is dropped."""
+        """Called when another process sends from now on. Drops held messages of the old process."""
         with self.condition:
             for (rank, _), inbox in self._inboxes.items():
                 if rank == sender:
@@ -97,7 +98,7 @@ class Dispatcher:
                 inbox.drop(queue)
 
     def is_retired(self, queue: str) -> bool:
-        """Whether messages for `queue` are of no use any more."""
+        """True if messages for `queue` are dropped, because the queue was unregistered."""
         return queue in self._retired
 
     def handler(self, queue: str) -> Handler | None:
@@ -105,14 +106,14 @@ class Dispatcher:
         return None if self.closed else self._handlers.get(queue)
 
     def run(self, handler: Handler, message: Message) -> None:
-        """Calls a handler; what it raises is reported and ends neither the stream nor the server."""
+        """Calls a handler. An exception is reported, and the stream and the server go on."""
         try:
             handler(message)
         except BaseException as error:
             self._on_error(error)
 
     def close(self, deadline: float) -> None:
-        """Delivers nothing more, ends all waiting, and joins the threads (until `deadline`, `time.monotonic`)."""
+        """Ends all delivery and waiting, and joins the threads (until `deadline`, `time.monotonic`)."""
         with self.condition:
             self.closed = True
             self.condition.notify_all()
@@ -124,8 +125,8 @@ class Dispatcher:
 class Inbox:
     """Takes the messages of one sender and lane, in order and each once, and delivers them one at a time.
 
-    Several threads meet here: a connection's, that of an earlier connection which may still be in a handler, and the
-    one that `register` starts for messages held until then. Whoever delivers takes the oldest message first.
+    Several threads meet here: a connection's thread, and a thread that `register` starts for held messages. The thread
+    of an earlier connection may still be in a handler. Each of them delivers the oldest message first.
     """
 
     def __init__(self, dispatcher: Dispatcher, sender: int, lane: int):
@@ -141,7 +142,7 @@ class Inbox:
         self._epoch = 0
 
     def begin(self, first_sequence: int) -> tuple[int, int]:
-        """Begins a connection, and ends the one before.
+        """Begins a connection, and ends the previous one.
 
         Args:
           first_sequence: Sequence number of the oldest message that the sender still has.
@@ -150,7 +151,7 @@ class Inbox:
           The connection's number, for `accept`, and the sequence number of the last message received.
 
         Raises:
-          ProtocolError: If messages that were not received are lost.
+          ProtocolError: If the sender no longer has a message that was not received.
         """
         with self._condition:
             if first_sequence > self._received_sequence + 1:
@@ -169,21 +170,21 @@ class Inbox:
         self._condition.notify_all()
 
     def accept(self, epoch: int, sequence: int, message: Message, is_recorded: bool = False) -> bool:
-        """Takes the next message of connection `epoch` and delivers it; drops it if it was received before.
+        """Takes the next message of connection `epoch` and delivers it. A message that was received before is dropped.
 
         Args:
           epoch: As returned by `begin`.
           sequence: Number of the message.
           message: The message.
-          is_recorded: Whether its sender records it.
+          is_recorded: True if its sender records it.
 
         Returns:
-          False if another connection has begun or the transport was closed: then it was not taken.
+          False if another connection has begun or the transport was closed. The message was not taken then.
 
-        Blocks: while the handler runs; and while too many messages are held for queues without a handler.
+        Blocks: while the handler runs, and while too many messages are held for queues without a handler.
 
         Raises:
-          ProtocolError: If messages before it are missing.
+          ProtocolError: If messages before this message are missing.
         """
         with self._condition:
             while self._num_held >= self._dispatcher.max_held_messages and not self._ended(epoch):
@@ -198,7 +199,7 @@ class Inbox:
             if self._dispatcher.is_retired(message.queue):
                 return True
             handler = None if message.queue in self._held else self._dispatcher.handler(message.queue)
-            # Nobody delivers at this moment, as mostly: it need not be held.
+            # Usually no thread is delivering at this moment, and the message need not be held.
             if handler is None or not self._delivering.acquire(blocking=False):
                 handler = None
                 self._held.setdefault(message.queue, collections.deque()).append(message)
@@ -211,7 +212,7 @@ class Inbox:
         return True
 
     def _deliver(self, handler: Handler | None, message: Message) -> None:
-        """Delivers a message to a handler, with `_delivering` held, or, without one, what is held for the queue."""
+        """Delivers a message to a handler, with `_delivering` held; without one, delivers the queue's held messages."""
         if handler is None:
             self.drain(message.queue)
             return
@@ -221,17 +222,20 @@ class Inbox:
             self._delivering.release()
 
     def next_sequence(self, epoch: int) -> int | None:
-        """Number of the message that connection `epoch` should bring next; None if another one has begun."""
+        """Number of the next message of connection `epoch`; None if another connection has begun."""
         with self._lock:
             return None if self._ended(epoch) else self._received_sequence + 1
 
     def note(self, epoch: int, sequence: int, num_bytes: int) -> bool:
-        """Takes note of a message of connection `epoch` that was delivered otherwise; False if another one has begun.
+        """Counts a message of connection `epoch` that was delivered in another way.
 
         Args:
           epoch: As returned by `begin`.
-          sequence: What `next_sequence` has returned.
+          sequence: As returned by `next_sequence`.
           num_bytes: Length of its header and payload.
+
+        Returns:
+          False if another connection has begun. The message was not counted then.
         """
         with self._lock:
             if self._ended(epoch):
@@ -263,16 +267,16 @@ class Inbox:
             )
 
     def holds(self, queue: str) -> bool:
-        """Whether messages for `queue` wait here. The dispatcher's condition must be held."""
+        """True if messages for `queue` are held here. The dispatcher's condition must be held."""
         return queue in self._held
 
     def drop(self, queue: str) -> None:
-        """Forgets what is held for `queue`. The dispatcher's condition must be held."""
+        """Drops the held messages for `queue`. The dispatcher's condition must be held."""
         self._num_held -= len(self._held.pop(queue, ()))
         self._condition.notify_all()
 
     def drain(self, queue: str) -> None:
-        """Delivers what is held for `queue`, if it has a handler."""
+        """Delivers the held messages for `queue`, if it has a handler."""
         with self._delivering:
             while (delivery := self._next(queue)) is not None:
                 self._dispatcher.run(*delivery)

@@ -1,4 +1,4 @@
-"""Names of transports and of their processes, and what a process keeps of the transports that it has made."""
+"""Names of transports and of their processes, and a process's memory of the transports that it has created."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _numbers = itertools.count()
 
 
 def new_incarnation() -> str:
-    """A name that no other transport has. Up to a dot, those of one process are alike."""
+    """A name that no other transport has. Up to a dot, the names of one process are the same."""
     return f"{_PROCESS}-{os.getpid()}.{next(_numbers)}"
 
 
 def process_of(incarnation: str) -> str:
-    """The process that a transport is of."""
+    """The name of a transport's process."""
     return incarnation.partition(".")[0]
 
 
 @dataclasses.dataclass
 class Past:
-    """What a process keeps of the transports that it has made at one place.
+    """A process's memory of the transports that it has created for one rank of one cluster.
 
     Attributes:
-      generation: That of the last one; see `Hello.generation`.
+      generation: Generation of the last transport; see `Hello.generation`.
       processes: By rank, the process that was met last.
     """
 
@@ -35,10 +35,10 @@ class Past:
     processes: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
-# By process (this one; in tests one passes for several), rank and cluster.
+# By process (in tests, one process stands for several), rank and cluster.
 _pasts: dict[tuple[str, int, tuple[str, ...]], Past] = {}
 
 
 def past_of(incarnation: str, rank: int, addresses: Sequence[str]) -> Past:
-    """What the process of a transport keeps of those that it has made for this rank of this cluster."""
+    """The memory of a transport's process for this rank of this cluster."""
     return _pasts.setdefault((process_of(incarnation), rank, tuple(addresses)), Past())

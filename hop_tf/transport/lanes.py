@@ -1,4 +1,4 @@
-"""Over how many lanes messages without an order are spread, and how fast each of these sends."""
+"""The number of lanes for unordered messages, and the rate of each lane."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import collections
 import dataclasses
 import math
 
-# What one connection has under way at most, where its buffers may grow to 4 MiB, Linux's default.
+# The most bytes that one connection has in flight, if its buffers may grow to 4 MiB, Linux's default.
 _BYTES_UNDER_WAY = 3 << 20
 _MAX_LANES = 8
 _LARGE_BYTES = 1 << 16
 
 
 def num_lanes(round_trip_seconds: float, bits_per_second: float, num_peers: int) -> int:
-    """Over how many lanes the unordered messages to a peer are spread.
+    """The number of lanes that the unordered messages to a peer are spread over.
 
-    A connection has no more bytes under way than the system lets its buffers grow: where a round trip takes a second it
-    carries 25 Mbit/s, however fast the link is. Only an administrator can allow larger ones, and a size of our own
-    would end the system's tuning. So it takes n = ceil(T * R / N / 3 MiB) of them, at least 1 and at most 8. More than
-    that would have more under way than the link and the queues before it hold, and lose packets.
+    The size of a connection's buffers limits its bytes in flight. If a round trip takes a second, a connection carries
+    25 Mbit/s, however fast the link is. Only an administrator can allow larger buffers, and a size set here would end
+    the system's tuning. So it takes n = ceil(T * R / N / 3 MiB) lanes, at least 1 and at most 8. More lanes would have
+    more bytes in flight than the link and the queues before it hold, and would lose packets.
 
     Args:
       round_trip_seconds: T.
       bits_per_second: R, the rate of this rank's link.
-      num_peers: N, how many peers share it.
+      num_peers: N, the number of peers that share the link.
     """
     bytes_under_way = round_trip_seconds * bits_per_second / 8 / num_peers
     return min(max(1, math.ceil(bytes_under_way / _BYTES_UNDER_WAY)), _MAX_LANES)
@@ -34,10 +34,10 @@ class Share:
     """A peer's share of this rank's link.
 
     Attributes:
-      num_lanes: n, over how many lanes messages are spread.
-      bytes_per_second: What each of them sends at most: R / (8 N n), so that all peers together are sent what the link
-        carries. Left to themselves, several connections find out by filling the queues before it, which where round
-        trips take a second costs many of them. A single lane is not limited.
+      num_lanes: n, the number of lanes that messages are spread over.
+      bytes_per_second: The limit of each lane: R / (8 N n), so that all peers together get what the link carries.
+        Without a limit, several connections find their rates by filling the queues before the link. That takes many
+        round trips, which is slow if a round trip takes a second. A single lane is not limited.
     """
 
     num_lanes: int
@@ -48,7 +48,7 @@ _ONE_LANE = Share(1, math.inf)
 
 
 class LinkShares:
-    """Who shares this rank's link. Not safe for several threads at a time.
+    """The peers that share this rank's link. Not safe for several threads at a time.
 
     Args:
       bits_per_second: R, the rate of the link.
@@ -61,12 +61,12 @@ class LinkShares:
         self._num_large_messages = 0
 
     def of(self, peer: int, round_trip_seconds: float, num_bytes: int) -> Share:
-        """The share of a peer that a message of so many bytes is for now."""
+        """The present share of a peer, for a message of `num_bytes` bytes to it. Records a large message."""
         is_near = num_lanes(round_trip_seconds, self._bits_per_second, 1) == 1
         num_peers = 1 if is_near else self._num_sharing_with(peer)
         if num_bytes >= _LARGE_BYTES:
             self._note_large_message(peer)
-        if is_near:  # As nearly always: one lane fills the link, even if the peer has it to itself.
+        if is_near:  # The common case: one lane fills the link, even if no other peer shares it.
             return _ONE_LANE
         count = num_lanes(round_trip_seconds, self._bits_per_second, num_peers)
         return Share(count, self._bits_per_second / 8 / num_peers / count if count > 1 else math.inf)
@@ -76,9 +76,9 @@ class LinkShares:
         self._num_large_messages += 1
 
     def _num_sharing_with(self, peer: int) -> int:
-        """How many peers share the link, this one among them: those that took turns with it.
+        """The number of peers that share the link: `peer`, and those that took turns with it.
 
-        Times do not matter. After a pause the same peers share it, and another connection would begin slowly.
+        Times do not matter. After a pause the same peers share the link, and another connection would begin slowly.
         """
         since = self._large_messages[peer][0] if peer in self._large_messages else -1
         others = {other for other, numbers in self._large_messages.items() if numbers[-1] > since}

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-# A connection that nobody has borrowed for so long goes back to its own thread.
+# A connection that no thread has borrowed for this long goes back to its own thread.
 KEEP_SECONDS = 0.05
 # After a message, the connection's thread waits up to this long to see if another thread was waiting for that message.
 _HANDOVER_SECONDS = 0.005
-# After borrowing in vain, a thread waits before it borrows again: each time twice as long, up to this.
+# After borrowing in vain, a thread pauses before it borrows again: each time twice as long, up to this.
 _MAX_PAUSE_SECONDS = 10.0
 
 
@@ -25,7 +25,7 @@ class Lending:
     """The state shared by a connection's thread and the thread that borrows the connection.
 
     Attributes:
-      pause_seconds: For how long a thread waits after it has borrowed the connection in vain.
+      pause_seconds: Time that a thread pauses after it has borrowed the connection in vain.
     """
 
     def __init__(self):
@@ -58,17 +58,17 @@ class Lending:
             self._is_lent = False
 
     def _kept_seconds(self) -> float:
-        """For how long it stays lent if nobody borrows it."""
+        """The time for which the connection stays lent if no thread borrows it."""
         return self._used_at + KEEP_SECONDS - time.monotonic()
 
     def end(self) -> None:
-        """Lets the connection's thread go on, to end."""
+        """Lets the connection's thread go on, so that it can end."""
         with self._lock:
             self._is_lent = self._is_wanted = False
             self._paused_until = float("inf")
             self._changed.notify_all()
 
-    # The one that waits for a message.
+    # The thread that waits for a message.
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -87,7 +87,7 @@ class Lending:
                 self._changed.notify_all()
 
     def borrow(self) -> bool:
-        """Takes the connection, if it is lent; `give_back` follows then."""
+        """Takes the connection if it is lent. Returns True if `give_back` must follow."""
         with self._lock:
             if self._is_lent and not self._is_borrowed:
                 self._is_borrowed = True
@@ -99,11 +99,11 @@ class Lending:
         with self._lock:
             self._is_borrowed = False
             self._used_at = time.monotonic()
-            if not self._is_lent:  # It was ended meanwhile. Else its thread has nothing to do, and sleeps on.
+            if not self._is_lent:  # Lending was ended meanwhile. Otherwise its thread has nothing to do.
                 self._changed.notify_all()
 
     def note_use(self, was_of_use: bool) -> None:
-        """Tells whether borrowing was of use. If not, the connection's thread goes on."""
+        """Records if borrowing was of use. If not, the connection's thread goes on."""
         if was_of_use:
             self.pause_seconds /= 2
             return
@@ -115,7 +115,7 @@ class Lending:
 
 
 def borrow_all(lendings: Sequence[Lending]) -> bool:
-    """Takes all of these connections, or none; returns whether it has. `give_back` of each follows then."""
+    """Takes all of these connections, or none. Returns True if it has taken them: `give_back_all` must follow."""
     for number, lending in enumerate(lendings):
         if not lending.borrow():
             give_back_all(lendings[:number])

@@ -1,4 +1,4 @@
-"""`Link`: a stream to a peer that comes back when it breaks."""
+"""`Link`: a stream to a peer that is opened again when it breaks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import Session
 
-# Why a link makes its stream anew, though nothing has failed.
+# The reason to open a stream again although nothing has failed.
 OVERDUE = "an acknowledgement is overdue"
 _FIRST_BACKOFF_SECONDS = 0.02
 _MAX_BACKOFF_SECONDS = 0.5
 
 
 class Patience:
-    """Decides when a stream is made anew, because nothing of what was sent on it arrives.
+    """Decides to open a stream again, because nothing that was sent on it arrives.
 
-    A receiver or a slow link may only take its time. Then a new stream is of no use, but does no harm. So each new
-    stream gets twice the time of the one before.
+    The receiver or the link may only be slow. Then a new stream is of no use, but does no harm. So each new stream gets
+    twice the time of the previous one.
     """
 
     def __init__(self):
-        self._limit = 1  # Questions.
+        self._limit = 1  # Number of calls without progress.
         self._begin()
 
     def _begin(self) -> None:
@@ -37,11 +37,11 @@ class Patience:
         self._num_in_vain = 0
 
     def is_over(self, num_awaited: int, progress: object = None) -> bool:
-        """True if the stream is to be made anew. Called at equal intervals while no answer comes.
+        """True if the stream is to be opened again. Called at equal intervals while no answer comes.
 
         Args:
-          num_awaited: How many answers are awaited.
-          progress: Something that changes while what was sent is still on its way.
+          num_awaited: Number of awaited answers.
+          progress: Any value that changes while sent data still makes progress.
         """
         if num_awaited and (num_awaited, progress) == self._progress:
             self._num_in_vain += 1
@@ -56,17 +56,17 @@ class Patience:
 
 
 class Link(abc.ABC):
-    """Carries what is in an outbox to a peer, on one lane.
+    """Carries the messages in an outbox to a peer, on one lane.
 
-    When the stream breaks it begins anew, after the last message that was received, as soon as there is one to send; so
-    it goes on until `close`, or until the peer fails for good.
+    When the stream breaks, the link opens it again as soon as there is a message to send. The stream continues after
+    the last message that was received. The link ends at `close`, or when the peer fails for good.
 
     Args:
       peer: The peer.
-      lane: The lane that is announced to it.
-      outbox: What to send.
+      lane: The lane, which the peer is told.
+      outbox: The messages to send.
       handshake: Makes and checks greetings.
-      on_error: Called with an exception that nobody has foreseen; the link has ended then.
+      on_error: Called with an unexpected exception, which has ended the link.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Link(abc.ABC):
         self.thread.start()
 
     def close(self) -> None:
-        """Ends the link; its thread ends soon after."""
+        """Ends the link. Its thread ends soon after."""
         with self._lock:
             self._closed.set()
             self._end_running_stream()
@@ -101,10 +101,10 @@ class Link(abc.ABC):
 
     @abc.abstractmethod
     def _try_stream(self) -> str:
-        """Makes one connection and uses it until it ends; returns why it has ended.
+        """Makes one connection and uses it until it ends. Returns the reason for the end.
 
         Raises:
-          HopError: If it ended for a reason of ours.
+          HopError: If the connection ended for a reason that hop_tf found.
         """
 
     def _run(self) -> None:
@@ -123,9 +123,9 @@ class Link(abc.ABC):
             self._on_error(error)
 
     def _wait_needed(self) -> bool:
-        """Waits until there is something to send; False if there never will be."""
+        """Waits until there is something to send. Returns False if the link has ended."""
         if self._outbox.is_empty:
-            self._peer.reached(self._lane)  # Nothing is tried in vain any more.
+            self._peer.reached(self._lane)  # Without messages, no attempt is in vain.
         return self._outbox.wait_message()
 
     def _pause(self, problem: str) -> None:
@@ -146,7 +146,7 @@ class Link(abc.ABC):
         return self._handshake.hello(self._peer, self._lane, self._outbox.first_sequence, challenge, shared_memory)
 
     def _accepted(self, data: bytes, session: Session) -> tuple[int, control_pb2.HelloReply]:
-        """The answer to the greeting has come: returns the outbox's epoch, and the answer.
+        """Called with the answer to the greeting. Returns the outbox's epoch, and the parsed answer.
 
         A `Peer.link_down` must follow.
         """

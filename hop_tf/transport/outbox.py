@@ -1,4 +1,4 @@
-"""`Outbox`: what was sent to a peer on one lane and is not yet known to have been received."""
+"""`Outbox`: messages to a peer on one lane that the peer has not acknowledged yet."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 MAX_MESSAGES = 1024
 MAX_BYTES = 256 << 20
-# The peer's silence wakes nobody: how often a blocked sender looks at it.
+# Interval at which a blocked sender checks the peer, whose silence wakes no thread.
 _CHECK_PERIOD_SECONDS = 0.25
-# In a burst, so many small messages are acknowledged at once.
+# In a burst of small messages, every so many are acknowledged together.
 _MESSAGES_PER_ACK = 16
 _BYTES_PER_ACK = 1 << 18
 # The connection's thread writes larger messages: they do not fit into a socket's buffer.
@@ -30,7 +30,7 @@ _MAX_AT_ONCE_BYTES = 1 << 22
 
 
 def flatten(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:
-    """Returns flat uint8 views of the arrays' bytes, without the empty ones, and how many bytes these are.
+    """Returns flat uint8 views of the arrays' bytes, without empty arrays, and the number of bytes.
 
     An array that is not contiguous is copied.
     """
@@ -45,7 +45,7 @@ def flatten(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:
 
 
 def check_message(queue: bytes, header: bytes, num_bytes: int, lane: int) -> None:
-    """Raises ValueError where a message cannot be sent whose payload has so many bytes."""
+    """Raises ValueError if a message with a payload of `num_bytes` bytes cannot be sent."""
     if not 0 <= lane < MAX_LANES:
         raise ValueError(f"`lane` must be in [0, {MAX_LANES}). Received: lane={lane}.")
     if not 0 < len(queue) <= MAX_QUEUE_BYTES:
@@ -59,23 +59,23 @@ def check_message(queue: bytes, header: bytes, num_bytes: int, lane: int) -> Non
 class Outbox:
     """A bounded queue that forgets a message only when the peer has acknowledged it.
 
-    A connection begins with `resume` and then takes messages with `take`. When it breaks, the next one resumes after
-    the last message that was received: nothing is lost, and nothing arrives twice.
+    A connection begins with `resume` and then takes messages with `take`. When the connection breaks, the next one
+    resumes after the last message that was received. So every message arrives exactly once.
 
-    While the connection is idle, the thread that sends a message writes it itself (`write_at_once`): waking the
+    While the connection is idle, the thread that sends a message also writes it (`write_at_once`): waking the
     connection's thread would take longer.
 
     Args:
-      max_messages: Most messages that are kept.
-      max_bytes: Most bytes that are kept; beside them one message of any size, and one to each queue where messages
-        supersede each other.
-      recorder: Told of each message that was sent; None: nobody is.
-      peer: The receiver, for records; so is the lane.
-      lane: The lane.
+      max_messages: Limit on the messages kept.
+      max_bytes: Limit on the bytes kept. An empty outbox takes a message of any size. Messages that supersede each
+        other are not limited, but at most one waits for each queue.
+      recorder: Records each message that was sent, or None.
+      peer: The receiver, for records.
+      lane: The lane, for records.
 
     Attributes:
       lane: The lane.
-      max_bytes_per_second: How fast messages should leave at most. Default infinite.
+      max_bytes_per_second: Limit on the rate of messages. Default infinite.
     """
 
     def __init__(
@@ -101,38 +101,38 @@ class Outbox:
         self._epoch = 0
         self._write: Callable[[Outgoing], Sequence[memoryview]] | None = None
         self._connection: Connection | None = None
-        self._is_writing = False  # A thread that sends writes to the connection.
-        self._is_at_work = False  # The connection's thread writes to it.
+        self._is_writing = False  # A sending thread writes to the connection.
+        self._is_at_work = False  # The connection's own thread writes to it.
         self._unfinished: Outgoing | None = None
         self._closed = False
         self._dropped = False
         self._recorder = recorder
         self._peer = peer
         self.lane = lane
-        # What the running connection is sending, if that is recorded, and since when.
+        # The message that the running connection is sending, if it is recorded, and the time of its start.
         self._sending: tuple[Outgoing, float] | None = None
 
     @property
     def first_sequence(self) -> int:
-        """Number of the oldest message that is kept, or of the next one."""
+        """Number of the oldest message that is kept; number of the next message if none is kept."""
         with self._lock:
             return self._first_sequence()
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is kept."""
+        """True if no message is kept."""
         with self._lock:
             return not self._kept
 
     @property
     def num_unacknowledged(self) -> int:
-        """The number of messages that the running connection has taken, and that are not acknowledged."""
+        """The number of messages that the running connection has taken and the peer has not acknowledged."""
         with self._lock:
             return self._num_taken
 
     @property
     def load(self) -> tuple[int, int]:
-        """How many bytes are kept, and the number of the last message."""
+        """The number of bytes kept, and the number of the last message."""
         with self._lock:
             return self._kept_bytes, self._last_sequence
 
@@ -153,14 +153,14 @@ class Outbox:
           header: Its header.
           payload: Flat uint8 arrays.
           num_bytes: Length of header and payload.
-          check: Called with the seconds waited so far; raises when it is no use to wait longer.
-          supersedes: Whether one to the same queue that nobody has begun to send gives way to it. There is room for it
-            then: of such messages one waits at most.
+          check: Called with the seconds waited so far. Raises if waiting longer is of no use.
+          supersedes: True if the message replaces a message to the same queue whose sending has not begun. Such a
+            message always has room, because at most one of them waits.
 
         Returns:
-          Whether another one has given way.
+          True if another message was replaced.
 
-        Blocks: while too much is kept; `acknowledge`, `close` or `check` end that. Not where it `supersedes`.
+        Blocks: while too much is kept. `acknowledge`, `close` or `check` end that. Never blocks with `supersedes`.
 
         Raises:
           HopError: If the outbox is closed, or what `check` raises.
@@ -196,7 +196,7 @@ class Outbox:
             self._message_went.wait(_CHECK_PERIOD_SECONDS)
 
     def _begin_to_write(self, message: Outgoing) -> Callable[[Outgoing], Sequence[memoryview]] | None:
-        """Takes the message and returns the function that writes it, if the connection is idle; otherwise None."""
+        """Takes the message and returns the function that writes it if the connection is idle, otherwise None."""
         is_next = self._num_taken == len(self._kept) - 1 and self._kept[-1] is message
         if self._is_busy() or not is_next or message.num_bytes > _MAX_AT_ONCE_BYTES:
             return None
@@ -220,16 +220,16 @@ class Outbox:
     def begin_message(
         self, queue: bytes, header: bytes, payload: Sequence[np.ndarray], num_bytes: int
     ) -> tuple[Outgoing, Connection] | None:
-        """Adds a message that the caller writes, if the connection is idle; `end_message` follows.
+        """Adds a message that the caller writes, if the connection is idle. `end_message` follows.
 
         Args:
-          queue: See `put`; so are header, payload, and `num_bytes`.
-          header: Its header.
-          payload: Its payload.
-          num_bytes: Its length.
+          queue: See `put`.
+          header: See `put`.
+          payload: See `put`.
+          num_bytes: See `put`.
 
         Returns:
-          The message, and what to write it to. None if the caller cannot write it: then it was not added.
+          The message, and the connection to write it to. None if the connection is not idle: the message was not added.
         """
         with self._lock:
             is_idle = self._num_taken == len(self._kept) and not self._is_busy()
@@ -243,7 +243,7 @@ class Outbox:
             return self._take_next(), self._connection
 
     def end_message(self, message: Outgoing, rest: Sequence[memoryview] | None) -> None:
-        """A thread that sends has written a message, but for the rest. None: the connection is broken."""
+        """Called when a sending thread has written a message up to `rest`. None: the connection is broken."""
         with self._lock:
             self._is_writing = False
             message.rest = rest or ()
@@ -263,7 +263,7 @@ class Outbox:
           The connection's number, for `take`.
 
         Raises:
-          ProtocolError: If the peer cannot have received that.
+          ProtocolError: If the peer cannot have received everything up to `received_sequence`.
         """
         with self._lock:
             if received_sequence < self._first_sequence() - 1:
@@ -283,7 +283,7 @@ class Outbox:
           epoch: The connection's number.
           write: Writes as much of a message as it can without blocking, on the thread that sends it. Returns the rest,
             which becomes `Outgoing.rest`. Raises OSError if the connection is broken.
-          connection: For `begin_message`. Default None: that adds none.
+          connection: The connection that `begin_message` returns. Default None: `begin_message` adds no message.
         """
         with self._lock:
             if self._epoch == epoch:
@@ -299,9 +299,9 @@ class Outbox:
     def take(self, epoch: int, timeout_seconds: float | None = None) -> Outgoing | None:
         """Returns the next message of connection `epoch`.
 
-        Returns None once another connection has begun, or the outbox was closed, or the time is over.
+        Returns None if another connection has begun, the outbox was closed, or the time is over.
 
-        Blocks: until there is one.
+        Blocks: until there is a message.
         """
         with self._lock:
             self._is_at_work = False
@@ -334,12 +334,12 @@ class Outbox:
         return message
 
     def is_current(self, epoch: int) -> bool:
-        """True if connection `epoch` is the running one."""
+        """True if connection `epoch` is the running connection."""
         with self._lock:
             return not self._ended(epoch)
 
     def wait_message(self) -> bool:
-        """Waits until there is a message; False if the outbox was closed."""
+        """Waits until there is a message. Returns False if the outbox was closed."""
         with self._lock:
             self._message_came.wait_for(lambda: self._closed or self._kept)
             return not self._closed
@@ -359,7 +359,7 @@ class Outbox:
         self._message_went.notify_all()
 
     def acknowledge(self, epoch: int, sequence: int) -> None:
-        """Forgets the messages up to `sequence`, which connection `epoch` has brought; nothing if that one has ended.
+        """Forgets the messages up to `sequence`, which connection `epoch` has delivered, unless that has ended.
 
         Raises:
           ProtocolError: If no such message was sent.
@@ -370,14 +370,14 @@ class Outbox:
                 self._message_went.notify_all()
 
     def begin_again(self) -> None:
-        """Drops everything: the peer's process was replaced by one that has never received anything."""
+        """Drops everything, because a new process has replaced the peer's and has received nothing yet."""
         with self._lock:
             self._kept.clear()
             self._kept_bytes = self._last_sequence = self._num_taken = 0
             self._end_connection()
 
     def wait_empty(self, deadline: float) -> bool:
-        """Waits until everything has been acknowledged; False where `deadline` (`time.monotonic`) is earlier."""
+        """Waits until everything is acknowledged. Returns False after `deadline` (`time.monotonic`)."""
         with self._lock:
             self._message_went.wait_for(lambda: self._closed or not self._kept, max(0.0, deadline - time.monotonic()))
             return not self._kept and not self._dropped
@@ -396,7 +396,7 @@ class Outbox:
         return len(self._kept) < self._max_messages and self._kept_bytes + num_bytes <= self._max_bytes
 
     def _find_waiting(self, queue: bytes) -> Outgoing | None:
-        """The message to `queue` that no connection has taken. There is one at most where all of them supersede."""
+        """The last message to `queue` that no connection has taken, or None. If all supersede, there is at most one."""
         for message in reversed(self._kept):
             if message.was_taken:
                 return None
@@ -412,7 +412,7 @@ class Outbox:
         message.put_at = time.time() if message.is_recorded else 0.0
 
     def _note_sent(self) -> None:
-        """Who takes the next message has sent the one before, and so has who is told that it was received."""
+        """Records that the message being sent is sent. Taking the next message or an acknowledgement shows that."""
         message, begin = self._sending
         self._sending = None
         self._recorder.add(

@@ -1,4 +1,4 @@
-"""`Peer`: what a transport knows of another rank."""
+"""`Peer`: the state of another rank, as a transport sees it."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hop_tf.errors import ProtocolError
 from hop_tf.transport.addresses import host_of
 from hop_tf.transport.base import PeerStatus
 
-# How much a new measurement counts in the round trip, as in TCP.
+# Weight of a new measurement in the smoothed round trip, as in TCP.
 _SMOOTHING = 1 / 8
-# Characters of a problem that are told to the other side.
+# Most characters of a problem that the peer is told.
 _MAX_COMPLAINT = 500
 
 
 def process_name(number: int, num_ranks: int | None) -> str:
-    """The name of a process in messages: "rank 2"; or "ps 0" for the first one behind the ranks."""
+    """The name of a process in messages: "rank 2", or "ps 0" for the first process after the ranks."""
     return f"rank {number}" if num_ranks is None or number < num_ranks else f"ps {number - num_ranks}"
 
 
 class Peer:
-    """Another rank, or a parameter server: where it is, whether it lives, and what is wrong with it.
+    """Another rank, or a parameter server: its address, its signs of life, and its problems.
 
     Args:
       rank: Its rank.
       address: "host:port".
-      name: What messages call it. Default: "rank" and its rank.
+      name: Its name in messages. Default: "rank" and its rank.
 
     Attributes:
       failure: See `PeerStatus`.
@@ -50,7 +50,7 @@ class Peer:
         self._former_incarnations: set[str] = set()
         self.failure: Exception | None = None
         self._last_problem = ""
-        # By lane, since when this rank tries to open a connection. And what the peer says of its own attempts.
+        # By lane, the time since when this rank has tried to open a connection. Then the peer's report of its attempts.
         self._trying_since: dict[int, float] = {}
         self._unreached_by_seconds = 0.0
         self._problem_there = ""
@@ -70,28 +70,28 @@ class Peer:
         return host_of(self.address)
 
     def watch(self) -> None:
-        """Silence counts from now on, if it did not before."""
+        """Begins to count silence, unless it counts already."""
         with self._lock:
             if self._watched_since is None:
                 self._watched_since = time.monotonic()
 
     def heard(self) -> None:
-        """Something came from this peer."""
+        """Called when something has come from this peer."""
         self._heard_at = time.monotonic()
         self._refused_since = None
 
     def was_heard_within(self, seconds: float) -> bool:
-        """Whether something has come in the last so many seconds."""
+        """True if something has come from this peer in the last `seconds`."""
         return self._heard_at is not None and time.monotonic() - self._heard_at < seconds
 
     def refused(self) -> None:
-        """Nobody listens where this peer did."""
+        """Called when this peer's address refuses connections."""
         with self._lock:
             if self._refused_since is None:
                 self._refused_since = time.monotonic()
 
     def record_round_trip(self, seconds: float) -> None:
-        """A heartbeat was answered after that time."""
+        """Called when a heartbeat was answered after `seconds`."""
         with self._lock:
             previous = seconds if self._round_trip_seconds is None else self._round_trip_seconds
             self._round_trip_seconds = previous + _SMOOTHING * (seconds - previous)
@@ -104,28 +104,28 @@ class Peer:
 
     @property
     def least_round_trip_seconds(self) -> float:
-        """The time that the way there and back takes by itself; 0.0 while it is unknown."""
+        """The least round trip so far, which is that of the network alone; 0.0 while it is unknown."""
         return self._least_round_trip_seconds or 0.0
 
     @property
     def incarnation(self) -> str | None:
-        """The process that was met; None while none was."""
+        """The incarnation that was met last; None if none was met."""
         return self._incarnation
 
     def is_incarnation(self, incarnation: str) -> bool:
-        """Whether that is the process that was met; remembers it if it is the first."""
+        """True if the peer is `incarnation`. The first incarnation is remembered."""
         with self._lock:
             if self._incarnation is None:
                 self._incarnation = self._introduced = incarnation
             return self._incarnation == incarnation
 
     def has_been(self, incarnation: str) -> bool:
-        """Whether that is the process that was met, or was before; True if none was met."""
+        """True if the peer is or was `incarnation`, or if none was met."""
         with self._lock:
             return self._incarnation in (None, incarnation) or incarnation in self._former_incarnations
 
     def replace(self, incarnation: str) -> bool:
-        """Takes a new process for this peer; False if that one was itself replaced before. `introduce` follows."""
+        """Takes a new process for this peer. Returns False if that was itself replaced before. `introduce` follows."""
         with self._lock:
             if incarnation in self._former_incarnations:
                 return False
@@ -137,28 +137,28 @@ class Peer:
             return True
 
     def introduce(self) -> None:
-        """What was on its way to the former process is forgotten: what is sent from now on is for the new one."""
+        """Called when messages in flight to the old process are forgotten. New messages are for the new process."""
         self._introduced = self._incarnation
 
     def link_up(self) -> None:
-        """A handshake has succeeded, in either direction."""
+        """Called when a handshake has succeeded, in either direction."""
         with self._lock:
             self._num_links += 1
             self._last_problem = ""
         self.heard()
 
     def link_down(self) -> None:
-        """A link is gone; follows every `link_up`."""
+        """Called when a link is gone. Follows every `link_up`."""
         with self._lock:
             self._num_links -= 1
 
     def try_to_reach(self, lane: int) -> None:
-        """This rank begins to open a connection."""
+        """Called when this rank begins to open a connection."""
         with self._lock:
             self._trying_since.setdefault(lane, time.monotonic())
 
     def reached(self, lane: int | None = None) -> None:
-        """The peer has answered to the greeting of a lane; None: to one that shows that all can get through."""
+        """Called when the peer has answered to the greeting of a lane. None: the answer counts for all lanes."""
         with self._lock:
             if lane is None:
                 self._trying_since.clear()
@@ -166,13 +166,13 @@ class Peer:
                 self._trying_since.pop(lane, None)
 
     def complaint(self) -> str:
-        """What the peer is to know of this rank's attempts to reach it; "" where it is reached."""
+        """A report for the peer of this rank's attempts to reach it; "" if it is reached."""
         with self._lock:
             seconds = self._unreached_seconds()
             return f"{seconds:.1f} {self._last_problem[:_MAX_COMPLAINT]}" if seconds else ""
 
     def record_complaint(self, complaint: str) -> None:
-        """The peer has told its `complaint` of this rank; raises ProtocolError if that is none."""
+        """Takes the peer's `complaint` about this rank. Raises ProtocolError if it is malformed."""
         seconds, _, problem = complaint.partition(" ")
         try:
             unreached_by_seconds = float(seconds or 0.0)
@@ -185,29 +185,29 @@ class Peer:
         return time.monotonic() - min(self._trying_since.values()) if self._trying_since else 0.0
 
     def record_problem(self, problem: str) -> None:
-        """Remembers why a connection does not work."""
+        """Remembers the problem of a connection."""
         with self._lock:
             self._last_problem = problem
 
     def record_socket_port(self, port: int) -> None:
-        """The peer has told the port of its plain sockets; 0 means that it has none."""
+        """Takes the port of the peer's plain sockets; 0 means that it has none."""
         with self._lock:
             self._socket_port = port
             self._lock.notify_all()
 
     def wait_socket_port(self, ended: Callable[[], bool]) -> int | None:
-        """Waits until the peer has told the port of its plain sockets; None where `ended` or a failure comes first."""
+        """Waits for the port of the peer's plain sockets. Returns None if `ended` or a failure comes first."""
         with self._lock:
             self._lock.wait_for(lambda: ended() or self._socket_port is not None or self.failure is not None)
             return None if ended() or self.failure is not None else self._socket_port
 
     def wake(self) -> None:
-        """Makes `wait_socket_port` look at its `ended` again."""
+        """Makes `wait_socket_port` check its `ended` again."""
         with self._lock:
             self._lock.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Remembers an error that no waiting can mend; the first one is kept."""
+        """Remembers an error that waiting cannot mend. Only the first such error is kept."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -216,7 +216,7 @@ class Peer:
         logging.error("%s", error)
 
     def status(self, own_failure: Exception | None = None) -> PeerStatus:
-        """See `PeerStatus`; with `own_failure` in place of this peer's where it has none."""
+        """See `PeerStatus`. If this peer has no failure, the status has `own_failure`."""
         with self._lock:
             now = time.monotonic()
             since = self._heard_at if self._heard_at is not None else self._watched_since

@@ -1,10 +1,9 @@
-"""Who knows the cluster token: proofs that do not tell it, and what is derived from it for a connection.
+"""Proofs of knowing the cluster token, which do not reveal it, and keys for a connection, which follow from it.
 
-The side that is connected to sends a *nonce*, a random number that is used once. The other side answers with a nonce of
-its own, its hello, and a proof: the HMAC-SHA256, with the token as the key, over both nonces and the hello. The answer
-to the hello comes with a proof over all of that. So neither side learns the token, each knows that the other one has
-it, and what was overheard is of no use on another connection. Without a token the key is empty, and all is the same,
-but anyone can make the proofs.
+The server sends a *nonce*, a random number that is used once. The client answers with a nonce of its own, its hello,
+and a proof: the HMAC-SHA256, with the token as the key, over both nonces and the hello. The answer to the hello comes
+with a proof over all of that. So each side knows that the other side has the token, without sending it. Overheard
+messages are of no use on another connection. Without a token the key is empty, and anyone can make the proofs.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ _NONCE_BYTES = 32
 
 
 class NotProvenError(HopError):
-    """The other side has not shown that it knows the cluster token.
+    """The peer has not proven that it knows the cluster token.
 
     Attributes:
-      body: What it said.
+      body: The body of its message.
     """
 
     def __init__(self, body: bytes):
@@ -37,37 +36,37 @@ class Secret:
     """The token that all ranks share.
 
     Args:
-      token: The text, or None: then there is no secret, and proofs prove nothing.
+      token: The text, or None. Without a token, proofs prove nothing.
     """
 
     def __init__(self, token: str | None):
         self._key = (token or "").encode()
 
     def __bool__(self) -> bool:
-        """Whether there is one."""
+        """True if there is a token."""
         return bool(self._key)
 
     def mac(self, purpose: str, *parts: bytes) -> bytes:
-        """HMAC-SHA256 over what the code is for, and over the parts (with their lengths)."""
+        """HMAC-SHA256 over the purpose and the parts (with their lengths)."""
         message = b"".join(len(part).to_bytes(8, "little") + part for part in (purpose.encode(), *parts))
         return hmac.digest(self._key, message, "sha256")
 
 
 def new_challenge() -> bytes:
-    """What the side that is connected to says first: a `Challenge` with a new nonce."""
+    """The server's first message: a `Challenge` with a new nonce."""
     return control_pb2.Challenge(nonce=secrets.token_bytes(_NONCE_BYTES)).SerializeToString()
 
 
 class Session:
-    """A greeting, as both sides of it see it: what was said so far, and the keys that follow from it.
+    """A greeting, as both sides see it: the messages so far, and the keys that follow from them.
 
     Args:
       secret: The token.
       challenge: The `Challenge` that the greeting answers.
-      encrypted: Whether the connection protects what is sent on it by itself.
+      encrypted: True if the connection protects its data itself.
 
     Raises:
-      ProtocolError: If that is no challenge.
+      ProtocolError: If `challenge` is no challenge.
     """
 
     def __init__(self, secret: Secret, challenge: bytes, *, encrypted: bool):
@@ -79,7 +78,7 @@ class Session:
         self._said = [nonce]
 
     def seal_hello(self, body: bytes) -> bytes:
-        """The `Signed` message with a hello, of the side that has connected."""
+        """The client's `Signed` message with a hello."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._said += [nonce, body]
         return control_pb2.Signed(body=body, nonce=nonce, proof=self._proof("hello")).SerializeToString()
@@ -89,7 +88,7 @@ class Session:
 
         Raises:
           NotProvenError: If its proof is wrong.
-          ProtocolError: If that is no such message.
+          ProtocolError: If `data` is no such message.
         """
         signed = parse(control_pb2.Signed, data)
         self._said += [signed.nonce, signed.body]
@@ -107,7 +106,7 @@ class Session:
         return self._checked(signed, "reply")
 
     def checksums(self, sender: str) -> Checksums | NoChecksums:
-        """Those of what `sender` ("client": the side that has connected, or "server") sends after the greeting."""
+        """The checksums of frames that `sender` ("client", which connects, or "server") sends after the greeting."""
         return NoChecksums() if self._encrypted else Checksums(self._proof(f"frames of the {sender}", *self._said[:2]))
 
     def _checked(self, signed: control_pb2.Signed, purpose: str) -> bytes:
@@ -120,15 +119,15 @@ class Session:
 
 
 def seal_refusal(body: bytes) -> bytes:
-    """The `Signed` message with an answer for someone who has proven nothing: without a proof, either."""
+    """The `Signed` message with an answer to a peer without a proof. The answer has no proof either."""
     return control_pb2.Signed(body=body).SerializeToString()
 
 
 def parse(message_type, data: bytes):
-    """A protobuf message.
+    """Parses a protobuf message.
 
     Raises:
-      ProtocolError: If it is none of that type.
+      ProtocolError: If `data` is no message of that type.
     """
     try:
         return message_type.FromString(data)

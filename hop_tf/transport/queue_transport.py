@@ -1,4 +1,4 @@
-"""`QueueTransport`: what all transports between real threads have in common."""
+"""`QueueTransport`: the common part of all transports between real threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hop_tf.transport.lanes import LinkShares
 from hop_tf.transport.outbox import Outbox, check_message, flatten
 from hop_tf.transport.peer import Peer, process_name
 
-# How long `close` waits for threads. They end at once, unless a handler does not return.
+# Time that `close` waits for threads. They end at once, unless a handler does not return.
 CLOSE_TIMEOUT_SECONDS = 5.0
 _LOG_PERIOD_SECONDS = 1.0
 
@@ -34,13 +34,14 @@ class QueueTransport(Transport):
       rank: This rank.
       addresses: "host:port" of every rank.
       options: Deadlines.
-      on_error: Called, on any thread, with what a handler has raised. The error is logged, and raised by every later
-        `send`, whether this is given or not.
-      on_restart: Called, on any thread, with a rank in whose place another process has greeted, before anything of it
-        is delivered; what was on its way to the old process, or came from it, is forgotten. None: a peer that was
-        restarted has failed. Members whose ranks are no processes ignore it.
-      recorder: Told of messages and clocks; None: nobody is.
-      num_ranks: How many of the processes, the first ones, are ranks; the others are parameter servers. Default: all.
+      on_error: Called, on any thread, with an exception that a handler has raised. In any case, the error is logged,
+        and every later `send` raises it.
+      on_restart: Called, on any thread, with a rank when another process has greeted in its place. No message of the
+        new process is delivered before. Messages in flight to the old process, or from it, are forgotten. None: a peer
+        that was restarted has failed. Transports whose ranks are not processes never call this.
+      recorder: Records messages and clocks, or None.
+      num_ranks: The number of ranks, which are the first of the processes. The others are parameter servers. Default:
+        all are ranks.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class QueueTransport(Transport):
         self._check_can_send(peer, 0.0)
 
         def check_all(waited_seconds: float) -> None:
-            if check is not None:  # The caller may know more of the peer, and what to do about it.
+            if check is not None:  # The caller may know more about the peer, and may act on it.
                 check()
             self._check_can_send(peer, waited_seconds)
 
@@ -167,7 +168,7 @@ class QueueTransport(Transport):
         self._close_links(deadline)
         self._dispatcher.close(deadline)
 
-    # What members define.
+    # For subclasses to define.
 
     @abc.abstractmethod
     def _watch(self, peer: Peer) -> None:
@@ -175,13 +176,13 @@ class QueueTransport(Transport):
 
     @abc.abstractmethod
     def _open_lane(self, peer: Peer, lane: int, outbox: Outbox) -> None:
-        """Begins to carry what is put into `outbox`. The lock is held."""
+        """Begins to carry the messages in `outbox`. The lock is held."""
 
     @abc.abstractmethod
     def _close_links(self, deadline: float) -> None:
         """Ends all links and joins their threads (until `deadline`, `time.monotonic`)."""
 
-    # For members.
+    # For subclasses to call.
 
     def _count_sent(self, lane: int, num_bytes: int) -> None:
         with self._lock:
@@ -190,7 +191,7 @@ class QueueTransport(Transport):
             self._bytes_by_lane[lane] += num_bytes
 
     def _refused(self, address: str, reason: HopError) -> None:
-        """Logs a refused connection, though not all of a flood, and counts it."""
+        """Counts a refused connection, and logs it, but at most once per `_LOG_PERIOD_SECONDS`."""
         with self._lock:
             now = time.monotonic()
             logged = now >= self._quiet_until
@@ -232,7 +233,7 @@ class QueueTransport(Transport):
             return self._outboxes[peer, lane]
 
     def _emptiest_lane(self, peer: int, num_bytes: int) -> int:
-        """Of the lanes that unordered messages are spread over the one with the least on its way."""
+        """The lane with the fewest bytes in flight, among the lanes that unordered messages are spread over."""
         round_trip_seconds = self._peers[peer].least_round_trip_seconds
         with self._lock:
             share = self._shares.of(peer, round_trip_seconds, num_bytes)
@@ -250,7 +251,7 @@ class QueueTransport(Transport):
             raise HopError(f"rank {self._rank}: the transport is closed.")
 
     def _check_can_send(self, peer: int, waited_seconds: float) -> None:
-        """Raises when the peer has failed, or it is no use to wait longer for room."""
+        """Raises if the peer has failed, or if waiting longer for room is of no use."""
         failure = self._peers[peer].failure or self._failure
         if failure is None and waited_seconds:
             failure = problem_of(
@@ -267,7 +268,7 @@ class QueueTransport(Transport):
             raise failure
 
     def _thread_failed(self, error: BaseException) -> None:
-        """A handler, or the transport itself, has raised on a thread of the transport."""
+        """Called when a handler, or the transport itself, has raised on a thread of the transport."""
         logging.error("rank %d: a thread of the transport failed.", self._rank, exc_info=error)
         with self._lock:
             if self._failure is None:

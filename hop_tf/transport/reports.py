@@ -1,6 +1,6 @@
-"""Reports of a running rank, for whoever supervises the job: served on the rank's own address, and read-only.
+"""Reports of a running rank, for the supervision of a job: served on the rank's own address, and read-only.
 
-A reader proves that it knows the cluster token as a rank does that connects (`proof.py`), in a call of its own.
+A reader proves that it knows the cluster token in the same way as a connecting rank (`proof.py`), in a call of its own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ REPORT_METHOD = "/hop_tf.Supervision/Report"
 
 
 class ReportHandler(grpc.GenericRpcHandler):
-    """Answers those who know the cluster token with the rank's report as JSON.
+    """Answers readers that know the cluster token with the rank's report as JSON.
 
     Args:
       rank: This rank.
       secret: The token.
-      strangers: Those who have not proven yet that they know it.
+      strangers: The connections that have not proven yet that they know the token.
       guesses: Limits wrong proofs.
       executor: Runs the thread of each call.
 
     Attributes:
-      report: Returns the counters. None: there are none yet.
+      report: Returns the counters. None if there are no counters yet.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ReportHandler(grpc.GenericRpcHandler):
         self._rpc = grpc.stream_stream_rpc_method_handler(self._serve)
 
     def service(self, handler_call_details):
-        """The call's handler; None, which takes no thread, where there are too many."""
+        """The call's handler; None, which takes no thread, if there are too many calls."""
         is_admitted = handler_call_details.method == REPORT_METHOD and self._strangers.admit(self._executor.try_reserve)
         return self._rpc if is_admitted else None
 
@@ -81,7 +81,7 @@ class ReportReader:
     Args:
       address: "host:port" of the rank in the cluster description.
       token: The secret that all ranks share, or None.
-      credentials: For TLS; None: plain text.
+      credentials: Credentials for TLS, or None for plain text.
     """
 
     def __init__(self, address: str, token: str | None = None, credentials: grpc.ChannelCredentials | None = None):
@@ -99,7 +99,7 @@ class ReportReader:
 
         Raises:
           grpc.RpcError: If the rank cannot be reached, or refuses.
-          ValueError: If the answer is no report, or comes from someone who does not know the token.
+          ValueError: If the answer is no report, or comes from a process that does not know the token.
         """
         requests = queue.SimpleQueue()
         call = self._call(iter(requests.get, None), timeout=timeout_seconds)

@@ -14,12 +14,12 @@ _num_sessions: weakref.WeakKeyDictionary[Transport, int] = weakref.WeakKeyDictio
 
 
 class SessionTransport(Transport):
-    """The queues of one session on a transport, apart from those of the sessions before and behind it.
+    """The queues of one session on a transport, separate from those of earlier and later sessions.
 
-    What comes for the next one is held until that is made, and what comes for one that has ended is dropped.
+    Messages for the next session are held until it is created. Messages for a session that has ended are dropped.
 
     Args:
-      transport: What carries the messages.
+      transport: The transport that carries the messages.
     """
 
     def __init__(self, transport: Transport):
@@ -52,7 +52,7 @@ class SessionTransport(Transport):
         self._transport.unregister(self._prefix + queue)
 
     def end_session(self) -> None:
-        """Takes no more messages of the session."""
+        """Ends the session: its later messages are dropped."""
         for queue in tuple(self._queues):
             self.unregister(queue)
 

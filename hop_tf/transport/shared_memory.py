@@ -1,11 +1,11 @@
 """Memory that two processes of one machine share, for large payloads of a connection's messages.
 
-The sender copies a payload into the memory, and its frame tells where it is. The receiver reads it there: nothing goes
-through the kernel, and a checksum has nothing to protect. A block is free again when the receiver's last view of it is
+The sender copies a payload into the memory, and the frame tells its place. The receiver reads the payload there. It
+does not pass through the kernel, and needs no checksum. A block is free again when the receiver's last view of it is
 gone. While no block is large enough, payloads travel in their frames.
 
-The memory has no name: the receiver opens the sender's file descriptor. It is gone with the two processes, however they
-end. It is never used between machines, or where a proxy stands between two processes of one.
+The memory has no name: the receiver opens the sender's file descriptor. The memory disappears with the two processes,
+however they end. Connections between machines, or through a proxy, do not use shared memory.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from hop_tf.transport import control_pb2
 # Smaller payloads cost less in their frames.
 MIN_PAYLOAD_BYTES = 1 << 17
 PLACE_BYTES = 16
-# Pages that no payload has touched take no memory.
+# Untouched pages take no memory.
 _NUM_BYTES = 1 << 26
 _NAME = "hop_tf payloads"
 _NONCE_BYTES = 32
 _ALIGNMENT = 64
-# Before each payload there is a word: whether the receiver may still read it.
+# A word before each payload tells if the receiver may still read it.
 _BEFORE_BYTES = _ALIGNMENT
 _WORD_BYTES = 8
-# Pages are made sure of by the MB. Linux's number for that, which Python does not tell.
+# Pages are reserved by the MB, with an advice whose number in Linux Python lacks.
 _RESERVED_BYTES = 1 << 20
 _MADV_POPULATE_WRITE = 23
 # Before Python 3.13 a mapping keeps a descriptor.
@@ -51,10 +51,10 @@ class SharedMemory:
     """The sender's side. One thread may use it at a time.
 
     Args:
-      num_bytes: Its size. Default: 64 MiB.
+      num_bytes: Size of the memory. Default: 64 MiB.
 
     Raises:
-      OSError: If the system has none.
+      OSError: If the system cannot provide the memory.
     """
 
     def __init__(self, num_bytes: int = _NUM_BYTES):
@@ -63,7 +63,7 @@ class SharedMemory:
         self._file: int | None = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._file, num_bytes)
-            # Else the receiver could not be sure that its memory stays there.
+            # Otherwise the sender could shrink the memory while the receiver reads it.
             fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._mapped = mmap.mmap(self._file, num_bytes, **_MAPPING)
         except OSError:
@@ -73,11 +73,11 @@ class SharedMemory:
         self._bytes = np.frombuffer(self._mapped, np.uint8)
         self._words = self._bytes.view(np.int64)
         self._bytes[:_NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
-        self._blocks: list[tuple[int, int]] = []  # First byte and end of those in use, in order.
+        self._blocks: list[tuple[int, int]] = []  # First byte and end of each block in use, in order.
 
     @classmethod
     def make(cls, connected: socket.socket) -> SharedMemory | None:
-        """Makes memory for a connection; returns None if that leads to another machine, or the system has none."""
+        """Makes memory for a connection. Returns None if the connection leads to another machine, or if that fails."""
         if not _stays_here(connected) or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
             return None
         try:
@@ -86,7 +86,7 @@ class SharedMemory:
             return None
 
     def offer(self, connected: socket.socket) -> control_pb2.SharedMemory:
-        """Tells the receiver how to open it, until `close_file`."""
+        """The message that tells the receiver how to open the memory. Valid until `close_file`."""
         return control_pb2.SharedMemory(
             process=os.getpid(),
             file=self._file,
@@ -97,7 +97,7 @@ class SharedMemory:
         )
 
     def close_file(self) -> None:
-        """The receiver has opened the memory, or never will."""
+        """Called when the receiver has opened the memory, or never will."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -110,7 +110,7 @@ class SharedMemory:
           num_bytes: The sum of their lengths.
 
         Returns:
-          Where it is, for the receiver's `PeerMemory.payload`. None if there is no room.
+          The place of the payload, for the receiver's `PeerMemory.payload`; None if there is no room.
         """
         begin = self._take(_BEFORE_BYTES + num_bytes)
         if begin is None:
@@ -124,7 +124,7 @@ class SharedMemory:
         return place
 
     def _take(self, num_bytes: int) -> int | None:
-        """Finds the first free block of that length: memory that was used just now is in the processor's cache."""
+        """Finds the first free block of that length: recently used memory is still in the processor's cache."""
         self._blocks = [block for block in self._blocks if self._words[block[0] // _WORD_BYTES] == _IN_USE]
         begin = _ALIGNMENT  # Behind the nonce.
         for index, (next_begin, next_end) in enumerate([*self._blocks, (self._num_bytes, 0)]):
@@ -138,7 +138,7 @@ class SharedMemory:
         return None
 
     def _reserve(self, end: int) -> bool:
-        """Makes sure of the pages up to `end`: to write to a page that the system cannot give ends the process."""
+        """Reserves the pages up to `end`: writing to a page that the system cannot provide would end the process."""
         if end <= self._num_reserved:
             return True
         new_end = min(-(-end // _RESERVED_BYTES) * _RESERVED_BYTES, self._num_bytes)
@@ -155,14 +155,14 @@ class PeerMemory:
     """The receiver's side.
 
     Args:
-      offer: What the sender has told.
+      offer: The sender's offer.
 
     Raises:
-      OSError: If it cannot be opened here.
+      OSError: If the memory cannot be opened here.
     """
 
     def __init__(self, offer: control_pb2.SharedMemory):
-        # Not blocked by what else that may be.
+        # Does not block, even if the path is something else.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         file = os.open(_checked_path(offer), flags)
         try:
@@ -177,7 +177,7 @@ class PeerMemory:
 
     @classmethod
     def open(cls, offer: control_pb2.SharedMemory, connected: socket.socket) -> PeerMemory | None:
-        """Opens the memory of a connection's sender; None if it is not on this machine, or cannot be opened."""
+        """Opens the memory of a connection's sender. Returns None if it is on another machine, or cannot be opened."""
         ends = str(connected.getpeername()), str(connected.getsockname())
         if not hasattr(fcntl, "F_GET_SEALS") or ends != (offer.sender_address, offer.receiver_address):
             return None
@@ -187,10 +187,10 @@ class PeerMemory:
             return None
 
     def payload(self, place: bytes) -> np.ndarray:
-        """The payload at a place that the sender has told, read-only. While it, or a view of it, lives, it stays there.
+        """The read-only payload at a place that the sender has told. The last view of the payload frees the place.
 
         Raises:
-          ProtocolError: If there can be no payload.
+          ProtocolError: If there can be no payload at that place.
         """
         begin, num_bytes = _PLACE.unpack(place)
         is_aligned = begin % _ALIGNMENT == 0
@@ -211,7 +211,7 @@ def _free(words: np.ndarray, word: int, process: int) -> None:
 
 
 def _stays_here(connected: socket.socket) -> bool:
-    """True if what is sent does not leave the machine."""
+    """True if the connection does not leave the machine."""
     here, there = connected.getsockname()[0], connected.getpeername()[0]
     return here == there or (here.startswith("127.") and there.startswith("127."))
 
@@ -224,7 +224,7 @@ def _checked_path(offer: control_pb2.SharedMemory) -> str:
 
 
 def _check_file(file: int, offer: control_pb2.SharedMemory) -> None:
-    """Raises OSError where reading the memory could fail later."""
+    """Raises OSError if reading the memory could fail later."""
     status = os.fstat(file)
     is_fixed = stat.S_ISREG(status.st_mode) and fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if not is_fixed or offer.num_bytes != status.st_size or offer.num_bytes < 2 * _ALIGNMENT:

@@ -1,7 +1,7 @@
-"""`Strangers`: connections whose other side has not greeted yet. `GuessLimit`: how often one may guess the token.
+"""`Strangers`: connections whose peer has not greeted yet. `GuessLimit`: limits guesses of the token.
 
-Whoever reaches a port can connect to it. Until it has greeted it gets little: a thread, for a short time, and if others
-want that place, it is first taken from the source that has the most.
+Any process that reaches a port can connect to it. Before the greeting, a connection gets little: a thread, for a short
+time. If there are too many connections, the source that has the most of them loses one first.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import time
 import urllib.parse
 from collections.abc import Callable
 
-# For the whole greeting, however the bytes of it trickle in.
+# Limit for the whole greeting, however slowly its bytes come in.
 GREETING_SECONDS = 10.0
-# Connections that have not greeted yet; each costs a thread.
+# Connections that have not greeted yet. Each costs a thread.
 MAX_STRANGERS = 64
-# Those that were told to end need a moment: at most so many threads are there at a time.
+# Connections that are ended need a moment. This limits the threads at a time.
 _MAX_THREADS = 2 * MAX_STRANGERS
-# Wrong proofs that a source may have at once, and how many more it may have every second.
+# Wrong proofs that a source may send at once, and the further number per second.
 _MAX_GUESSES, _GUESSES_PER_SECOND = 20.0, 5.0
-# Sources that are remembered; a forgotten one begins anew.
+# Sources that are remembered. A forgotten source begins anew.
 _MAX_SOURCES = 1024
 
 
@@ -31,10 +31,10 @@ class Stranger:
     """A connection that has not greeted yet.
 
     Attributes:
-      source: Where it comes from, see `source_of`.
-      end: Ends it.
-      deadline: When it is ended (`time.monotonic`).
-      problem: Why it was ended, if that is worth a word; else "".
+      source: The connection's source, see `source_of`.
+      end: Ends the connection.
+      deadline: Time when the connection is ended (`time.monotonic`).
+      problem: Reason why the connection was ended, if it should be reported; otherwise "".
     """
 
     source: str
@@ -44,22 +44,22 @@ class Stranger:
 
 
 class Strangers:
-    """Bounds how many connections have not greeted yet, and for how long. May be used from any thread."""
+    """Limits the connections that have not greeted yet, in number and time. May be used from any thread."""
 
     def __init__(self):
         self._changed = threading.Condition()
-        self._waiting: dict[Stranger, None] = {}  # Those that were not ended, the oldest first.
+        self._waiting: dict[Stranger, None] = {}  # Without those that were ended; the oldest first.
         self._num_present = 0
         self._num_expected = 0
         self._closed = False
 
     def __len__(self) -> int:
-        """How many have not greeted yet and were not ended."""
+        """The number of connections that have not greeted yet and were not ended."""
         with self._changed:
             return len(self._waiting)
 
     def expect(self) -> bool:
-        """Keeps a place for a connection that enters soon; False if too many threads are busy with others."""
+        """Reserves a place for a connection that enters soon. Returns False if too many threads are busy."""
         with self._changed:
             if self._closed or self._num_present + self._num_expected >= _MAX_THREADS:
                 return False
@@ -67,10 +67,10 @@ class Strangers:
             return True
 
     def admit(self, try_reserve: Callable[[], bool]) -> bool:
-        """Keeps a place for a connection that enters soon, and a thread; False where one of the two is missing.
+        """Reserves a place and a thread for a connection that enters soon. Returns False if either is missing.
 
         Args:
-          try_reserve: Reserves the thread; tells whether there is one.
+          try_reserve: Reserves the thread. Returns True if there is one.
         """
         if not self.expect():
             return False
@@ -80,16 +80,16 @@ class Strangers:
         return False
 
     def expect_less(self) -> None:
-        """One that was expected does not come."""
+        """Called when an expected connection does not come."""
         with self._changed:
             self._num_expected -= 1
 
     def enter(self, source: str, end: Callable[[], object]) -> Stranger:
-        """A connection that was expected is there. `leave` follows. Another one is ended where there are too many.
+        """Called when an expected connection is there. `leave` follows. If there are too many, one is ended.
 
         Args:
-          source: Where it comes from, see `source_of`.
-          end: Ends it; does not block.
+          source: The connection's source, see `source_of`.
+          end: Ends the connection. Must not block.
         """
         stranger = Stranger(source, end, time.monotonic() + GREETING_SECONDS)
         with self._changed:
@@ -104,13 +104,13 @@ class Strangers:
         return stranger
 
     def leave(self, stranger: Stranger) -> None:
-        """It has greeted, or is gone."""
+        """Called when a connection has greeted, or is gone."""
         with self._changed:
             self._waiting.pop(stranger, None)
             self._num_present -= 1
 
     def watch(self) -> None:
-        """Ends those that take too long. Blocks: until `close`."""
+        """Ends connections that take too long to greet. Blocks: until `close`."""
         with self._changed:
             while not self._closed:
                 oldest = next(iter(self._waiting), None)
@@ -121,7 +121,7 @@ class Strangers:
                     self._changed.wait(seconds_left)
 
     def close(self) -> None:
-        """Ends all, and everyone that still comes."""
+        """Ends all connections that have not greeted, and all later ones."""
         with self._changed:
             self._closed = True
             for stranger in list(self._waiting):
@@ -129,9 +129,9 @@ class Strangers:
             self._changed.notify_all()
 
     def _in_the_way(self) -> Stranger:
-        """The oldest of the source that has most: who comes alone from elsewhere is not crowded out."""
+        """The oldest connection of the source with the most: a single connection from elsewhere is not crowded out."""
         counts = collections.Counter(stranger.source for stranger in self._waiting)
-        return max(self._waiting, key=lambda stranger: counts[stranger.source])  # The first of those that are alike.
+        return max(self._waiting, key=lambda stranger: counts[stranger.source])  # The first of equals.
 
     def _end(self, stranger: Stranger, problem: str = "") -> None:
         del self._waiting[stranger]
@@ -140,18 +140,18 @@ class Strangers:
 
 
 class GuessLimit:
-    """How often a source may prove that it knows the cluster token and fail. May be used from any thread.
+    """Limits the failed proofs of the cluster token from each source. May be used from any thread.
 
-    Only failures count: who knows the token is never kept out, unless others at the same address guess all the time.
+    Only failures count. A peer that knows the token always gets in, unless others at its address guess all the time.
     """
 
     def __init__(self):
         self._lock = threading.Lock()
-        # By source: how many guesses it has left, and when that was so.
+        # By source: the number of guesses left, and the time of that count.
         self._left: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
     def take(self, source: str) -> bool:
-        """Whether `source` may try now. Counts as a failure until `give_back`."""
+        """Returns True if `source` may try now. The attempt counts as a failure until `give_back`."""
         with self._lock:
             left = self._now_left(source)
             if left < 1:
@@ -160,7 +160,7 @@ class GuessLimit:
             return True
 
     def give_back(self, source: str) -> None:
-        """It was no guess."""
+        """Called when an attempt has succeeded: it does not count as a failure."""
         with self._lock:
             self._set(source, self._now_left(source) + 1)
 
@@ -179,9 +179,9 @@ class GuessLimit:
 
 
 def source_of(peer: str) -> str:
-    """Where a connection comes from: the host of "host:port", or of what gRPC calls a peer, such as "ipv4:host:port".
+    """The source of a connection: the host of "host:port", or of gRPC's name of a peer, such as "ipv4:host:port".
 
-    Of an IPv6 address it is the network of 64 bits: whoever has one address there has them all.
+    For an IPv6 address it is the network of 64 bits: a machine with one address there can have all of them.
     """
     host = urllib.parse.unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:")).rpartition(":")[0].strip("[]")
     try:

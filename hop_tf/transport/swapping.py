@@ -1,7 +1,7 @@
 """Writes messages and reads expected ones at the same time, by one call of native code.
 
-The calling thread has borrowed the connections that messages come on (`lending.py`), and has begun the messages that it
-writes (`Outbox.begin_message`).
+The calling thread has borrowed the connections of the incoming messages (`lending.py`), and has begun the messages that
+it writes (`Outbox.begin_message`).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _TOTAL_MILLISECONDS = 250
 
 
 class Way:
-    """The frames of a connection in one direction. There is one at a time.
+    """The frames of a connection in one direction, one at a time.
 
     Args:
       connection: The connection, after the greeting.
-      checksums: Those of the direction.
-      is_outgoing: Whether frames are written, or read.
+      checksums: The checksums of the direction.
+      is_outgoing: True if frames are written, False if they are read.
 
     Attributes:
       frame: The frame.
-      checksums: Those of the direction. When the frame is complete, or left to others, it is counted there.
-      start: What comes before its payload.
-      checksum: What follows the payload.
-      place: Memory for the place of a payload that is shared.
+      checksums: The checksums of the direction. They count the frame when it is complete, or left to another thread.
+      start: The bytes before the payload.
+      checksum: The bytes after the payload.
+      place: Memory for the place of a payload in shared memory.
     """
 
     def __init__(self, connection: Connection, checksums: Checksums | NoChecksums, *, is_outgoing: bool):
@@ -89,13 +89,13 @@ class Letter:
     """A message that this thread writes.
 
     Args:
-      outbox: Where it was begun.
+      outbox: The outbox that has begun the message.
       message: The message.
-      connection: What it is written to.
-      pieces: Its payload.
+      connection: The connection to write to.
+      pieces: The message's payload.
 
     Attributes:
-      way: The way that it goes.
+      way: The connection's `Way` for writing.
     """
 
     def __init__(self, outbox: Outbox, message: Outgoing, connection: Connection, pieces: ctypes.Array[Piece]):
@@ -115,7 +115,7 @@ class Letter:
             raise
 
     def end(self) -> None:
-        """Ends the message. The connection's thread writes what was not written."""
+        """Ends the message. The connection's thread writes the rest."""
         way, frame = self.way, self.way.frame
         if frame.state == FrameState.ENDED:
             self._outbox.end_message(self._message, None)
@@ -133,7 +133,7 @@ class Awaited:
     """A message that is expected to be the next one on its lane.
 
     Attributes:
-      way: The way that it comes on.
+      way: The connection's `Way` for reading.
     """
 
     def __init__(self, lane: Lane, sequence: int, queue: bytes, expected: Expected):
@@ -151,7 +151,7 @@ class Awaited:
         self.way.begin(sequence, queue, expected.header, pieces, ack_requested=False)
 
     def take(self) -> np.ndarray | None:
-        """Counts the message and returns its payload; if it has not come, puts its bytes back and returns None."""
+        """Counts the message and returns its payload. If it is not complete, puts its bytes back and returns None."""
         lane, way, frame, payload = self._lane, self.way, self.way.frame, self._payload
         if not frame.num_done:
             return None
@@ -164,7 +164,7 @@ class Awaited:
             try:
                 payload = lane.connection.peer_memory.payload(way.place)
             except ProtocolError:
-                lane.end()  # As its own thread would. The message comes again on the next connection.
+                lane.end()  # As the lane's own thread would. The message comes again on the next connection.
                 return None
         payload.flags.writeable = False
         ack_requested = bool(frame.flags & ACK_REQUESTED)
@@ -172,7 +172,7 @@ class Awaited:
 
 
 def await_all(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected]) -> list[Awaited]:
-    """Prepares to read the next message of each of these borrowed lanes: of all, or, if that cannot be, of none."""
+    """Prepares to read the next message of each of these borrowed lanes. Returns [] if that is impossible for one."""
     messages = []
     for lane, each in zip(lanes, expected, strict=True):
         sequence = lane.next_sequence()
@@ -183,9 +183,10 @@ def await_all(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected])
 
 
 def write(letters: Sequence[Letter], awaited: Sequence[Awaited]) -> None:
-    """Writes letters, and ends them. What is awaited is read meanwhile; `read` follows then.
+    """Writes letters, and ends them. Awaited messages are read meanwhile. `read` follows.
 
-    Blocks: until all have gone, or one has not gone on for 0.05 s, or for 0.002 s when all that is awaited has come.
+    Blocks: until all letters are written, or one makes no progress for 0.05 s (0.002 s if all awaited messages have
+    come).
     """
     if not letters:
         return
@@ -193,7 +194,7 @@ def write(letters: Sequence[Letter], awaited: Sequence[Awaited]) -> None:
         _exchange([*letters, *awaited])
     except BaseException:
         for letter in letters:
-            letter.way.frame.state = FrameState.ENDED  # Nobody knows what was written.
+            letter.way.frame.state = FrameState.ENDED  # The number of written bytes is unknown.
         raise
     finally:
         for letter in letters:
@@ -204,13 +205,13 @@ def read(awaited: Sequence[Awaited], lanes: Sequence[Lane]) -> list[np.ndarray |
     """Reads awaited messages.
 
     Args:
-      awaited: What `await_all` has returned for the lanes.
+      awaited: The messages that `await_all` has returned for the lanes.
       lanes: The lanes.
 
     Returns:
-      The payload of each message, read-only. None if it has not come: then the lane's thread delivers it.
+      The payload of each message, read-only. None if the message has not come: the lane's thread will deliver it.
 
-    Blocks: until all have come, or nothing has come for 0.05 s, or 0.25 s are over.
+    Blocks: until all messages have come, nothing has come for 0.05 s, or 0.25 s are over.
     """
     if not all(message.way.frame.state for message in awaited):
         _exchange(awaited)

@@ -1,4 +1,4 @@
-"""`TcpLink`: a link over a plain socket where the peer has announced one, else over gRPC."""
+"""`TcpLink`: a link over a plain socket if the peer has announced one, otherwise over gRPC."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from hop_tf.transport.proof import Session
 _CONNECT_TIMEOUT_SECONDS = 5.0
 # A peer that has accepted the connection answers at once, unless it is frozen.
 _GREETING_TIMEOUT_SECONDS = 10.0
-# How often a link that goes over gRPC tries to make a socket: a refused one costs next to nothing.
+# Interval at which a link over gRPC tries to make a socket. A refused attempt costs next to nothing.
 _RETRY_SECONDS = 10.0
-# Lanes from this one on have interfaces of their own: see `CommunicationOptions.interfaces`.
+# This lane and higher lanes have interfaces of their own: see `CommunicationOptions.interfaces`.
 FIRST_INTERFACE_LANE = 1
 
 
 class TcpLink(GrpcLink):
-    """A link for messages. It waits for the peer's heartbeat link, which tells the port of its sockets.
+    """A link for messages. It waits for the peer's heartbeat link, which tells the port of the peer's sockets.
 
-    Where the port cannot be reached the link takes turns between gRPC and another attempt. While gRPC works, attempts
-    are made beside it: after an outage the link comes back to a socket.
+    If the port cannot be reached, the link alternates between gRPC and another attempt. While gRPC works, attempts
+    continue in the background: after an outage the link returns to a socket.
 
     Args:
-      interface: Address of this machine that connections come from; None: the system chooses one. Where the peer has
-        told of interfaces of its own, they go to the one of this lane.
-      shares_memory: False: payloads go through the socket, also to a process of this machine.
+      interface: Address of this machine that connections come from; None lets the system choose one. If the peer has
+        announced interfaces of its own, connections go to its interface for this lane.
+      shares_memory: False to send payloads through the socket even to a process of this machine. Default True.
       **arguments: See `GrpcLink`.
     """
 
@@ -43,7 +43,7 @@ class TcpLink(GrpcLink):
         super().__init__(**arguments)
         self._shares_memory = shares_memory
         self._interface = interface
-        # What kept the last attempt from making a socket, until gRPC was tried.
+        # The problem of the last attempt to make a socket, until gRPC was tried.
         self._problem: str | None = None
         # A socket that was made while the link went over gRPC.
         self._made: Connection | None = None
@@ -59,7 +59,7 @@ class TcpLink(GrpcLink):
             made.close()
 
     def _wait_needed(self) -> bool:
-        return self._made is not None or super()._wait_needed()  # A socket that says nothing is soon closed over there.
+        return self._made is not None or super()._wait_needed()  # The peer soon closes a socket without a greeting.
 
     def _try_stream(self) -> str:
         port = self._peer.wait_socket_port(self._closed.is_set)
@@ -86,7 +86,7 @@ class TcpLink(GrpcLink):
         return "it closed the connection"
 
     def _try_grpc(self, host: str, port: int) -> str:
-        """Goes over gRPC until that ends, or a socket can be made."""
+        """Uses gRPC until that ends, or a socket can be made."""
         ended = threading.Event()
         threading.Thread(
             target=self._make_socket, args=(host, port, ended), name=f"hop_tf socket to {self._peer}", daemon=True
@@ -124,10 +124,10 @@ class TcpLink(GrpcLink):
             return made
 
     def _accepted(self, data: bytes, session: Session) -> tuple[int, control_pb2.HelloReply]:
-        # Now it is known that the peer is there, and only its sockets cannot be reached.
+        # The answer shows that the peer is there, and that only its sockets cannot be reached.
         if self._problem is not None and self._interface is None:
             logging.info("No socket to %s, %s. Lane %d goes over gRPC.", self._peer, self._problem, self._lane)
-        elif self._problem is not None:  # All works on, though not as fast as it was meant to be.
+        elif self._problem is not None:  # Everything works, but slower than intended.
             logging.warning(
                 "No socket from interface %s to %s: %s. Lane %d goes over gRPC, on the address of the cluster.",
                 self._interface,
@@ -138,7 +138,7 @@ class TcpLink(GrpcLink):
         return super()._accepted(data, session)
 
     def _target(self, port: int) -> tuple[str, int]:
-        """Where the connection goes: to that port of the peer, or to its interface of this lane."""
+        """The address to connect to: that port of the peer, or the peer's interface for this lane."""
         host = self._peer.address.rpartition(":")[0]
         number = self._lane - FIRST_INTERFACE_LANE
         if self._interface is not None and 0 <= number < len(self._peer.interface_addresses):
@@ -193,7 +193,7 @@ class TcpLink(GrpcLink):
                 else:
                     connection.limit_rate(self._outbox.max_bytes_per_second)
                     connection.write_message(message)
-                del message  # Not kept alive while the next one is awaited.
+                del message  # Frees it while this waits for the next message.
         finally:
             connection.end()
             self._outbox.end_writing()

@@ -1,4 +1,4 @@
-"""`TcpServer`: accepts the sockets of peers and hands their messages over."""
+"""`TcpServer`: accepts the sockets of peers and delivers their messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hop_tf.transport.lending import Lending
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.strangers import GREETING_SECONDS, Stranger, Strangers, source_of
 
-# What `accept` tells when it is short of something, or the network was before: it may go on soon.
+# Errors of `accept` that are temporary: a lack of resources, or an earlier error of the network.
 _PASSING_ERRORS = frozenset(
     getattr(errno, name)
     for name in (
@@ -42,14 +42,14 @@ class TcpServer:
     """Serves messages on a port of its own.
 
     Args:
-      host: Address to serve on; the operating system chooses the port.
+      host: Address to serve on. The operating system chooses the port.
       executor: Runs a thread for every connection.
-      strangers: Those who have not greeted yet.
+      strangers: The connections that have not greeted yet.
       handshake: Judges greetings.
-      dispatcher: Where messages go.
-      pool: Where payloads are put.
-      on_refused: Called with where it came from and the reason, for every connection that is refused.
-      on_error: Called with an exception that nobody has foreseen.
+      dispatcher: Delivers messages.
+      pool: Provides memory for payloads.
+      on_refused: Called with the origin and the reason, for every connection that is refused.
+      on_error: Called with an unexpected exception.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class TcpServer:
         executor.submit(self._accept)
 
     def close(self) -> None:
-        """Gives the port back and ends all connections."""
+        """Frees the port and ends all connections."""
         with self._lock:
             self._closed = True
             self._ended.set()
@@ -96,7 +96,7 @@ class TcpServer:
             lane.lending.end()
 
     def lane(self, sender: int, number: int) -> Lane | None:
-        """The running connection of a lane; None where there is none."""
+        """The running connection of a lane, or None."""
         return self._lanes.get((sender, number))
 
     def _accept(self) -> None:
@@ -123,7 +123,7 @@ class TcpServer:
     def _welcome(self, accepted: socket.socket, address: tuple) -> None:
         try:
             connection = Connection(accepted)
-        except OSError:  # It is broken already.
+        except OSError:  # The connection is broken already.
             accepted.close()
             return
         if not self._strangers.expect():
@@ -176,7 +176,7 @@ class TcpServer:
         if stranger.problem:
             raise ProtocolError(stranger.problem)
         if frame is None:
-            raise ConnectionAbortedError("it was closed before a greeting")  # As by a rank that leaves just then.
+            raise ConnectionAbortedError("it was closed before a greeting")  # As by a rank that exits just then.
         if frame.kind != FrameKind.HELLO:
             raise ProtocolError("a connection must begin with HELLO.")
         greeting = self._handshake.check_hello(frame.header, session, stranger.source, None)
@@ -230,7 +230,7 @@ class Lane:
         self._owed_sequence = self._num_owed = self._owed_bytes = 0
 
     def lend(self) -> None:
-        """Lends the connection to a thread that wants to read the next messages. Blocks: until it is back."""
+        """Lends the connection to a thread that wants to read the next messages. Blocks: until it is given back."""
         if not self.connection.unread_bytes:
             self.lending.lend()
 
@@ -240,7 +240,7 @@ class Lane:
         self.lending.end()
 
     def take_message(self) -> bool:
-        """Reads and delivers one message; False at the end of the stream."""
+        """Reads and delivers one message. Returns False at the end of the stream, or if the connection was replaced."""
         if self._num_owed and self.connection.is_idle_for(_OWED_SECONDS):
             self._acknowledge(self._owed_sequence)
         received = self.connection.read_message(self.take_buffer, self._peer.heard)
@@ -255,11 +255,11 @@ class Lane:
         return True
 
     def next_sequence(self) -> int | None:
-        """The number of the next message. None if a thread that has borrowed the lane cannot read it."""
+        """The number of the next message; None if a thread that has borrowed the lane cannot read it."""
         return None if self.connection.unread_bytes else self._inbox.next_sequence(self._epoch)
 
     def note(self, sequence: int, num_bytes: int, *, ack_requested: bool) -> bool:
-        """Counts a message that a borrower has read. False if a new connection has begun, which delivers it again."""
+        """Counts a message that a borrower has read. Returns False if a new connection will deliver it again."""
         self._peer.heard()
         if not self._inbox.note(self._epoch, sequence, num_bytes):
             return False
@@ -268,7 +268,7 @@ class Lane:
         return True
 
     def _owe(self, sequence: int, num_bytes: int, *, ack_requested: bool) -> None:
-        """Delays acknowledgements and merges them: each one wakes a thread of the sender."""
+        """Delays and merges acknowledgements, because each of them wakes a thread of the sender."""
         self._owed_bytes += num_bytes
         if not ack_requested:
             return

@@ -23,7 +23,7 @@ from hop_tf.transport.tcp_server import Lane, TcpServer
 
 @functools.cache
 def _swapping() -> ModuleType | None:
-    # Not before there are connections: it brings TensorFlow, which takes seconds to import.
+    # Imported only when there are connections: the module imports TensorFlow, which takes seconds.
     is_native = importlib.import_module("hop_tf.ops.frames").exchanges_frames()
     return importlib.import_module("hop_tf.transport.swapping") if is_native else None
 
@@ -32,15 +32,15 @@ class TcpTransport(GrpcTransport):
     """A `GrpcTransport` that sends messages over plain sockets, at a third of gRPC's processor time.
 
     Greetings and heartbeats go over gRPC, on the address of the cluster. There every rank tells the port of its
-    sockets, which the operating system chooses. They demand the same greeting with the same token. Where TLS is on, or
+    sockets, which the operating system chooses. The sockets demand the same greeting with the same token. With TLS, or
     while that port cannot be reached, messages go over gRPC as well. With `CommunicationOptions.interfaces` there are
-    such sockets on each interface, for a lane of its own.
+    sockets on each interface, for a lane of its own.
 
-    Between processes of one machine large payloads go through memory that they share: see `shared_memory.py`.
+    Between processes of one machine, large payloads go through shared memory: see `shared_memory.py`.
 
     Args:
       *args: See `GrpcTransport`.
-      shares_memory: False: those that this rank sends go through sockets there, too.
+      shares_memory: False to send all payloads through sockets. Default True.
       **kwargs: See `GrpcTransport`.
     """
 
@@ -122,10 +122,10 @@ class TcpTransport(GrpcTransport):
         return swapping.read(awaited, lanes)
 
     def _begin_letters(self, swapping, queue: bytes, to_send, lane: int | None, letters: list) -> list[ToSend]:
-        """Begins messages, as `letters`, if their connections are idle. Returns the others."""
+        """Begins messages, as `letters`, if their connections are idle. Returns the other messages."""
         others, payload, arrays, num_bytes, pieces = [], None, (), 0, None
         for message in to_send:
-            if message.payload is not payload:  # Often all get the same.
+            if message.payload is not payload:  # Often all peers get the same payload.
                 payload = message.payload
                 arrays, num_bytes = flatten(payload)
                 check_message(queue, message.header, num_bytes, lane or 0)
@@ -140,7 +140,7 @@ class TcpTransport(GrpcTransport):
         return others
 
     def _outbox_for(self, peer: int, num_bytes: int, lane: int | None) -> Outbox | None:
-        """The outbox for a message that can be written at once; None where `send` has more to do."""
+        """The outbox for a message that can be written at once; None if `send` has more to do."""
         lane = self._emptiest_lane(peer, num_bytes) if lane is None else lane
         has_failed = self._failure is not None or self._peers[peer].failure is not None
         return None if has_failed else self._outboxes.get((peer, lane))
@@ -155,12 +155,12 @@ class TcpTransport(GrpcTransport):
 
     @property
     def _swapping(self) -> ModuleType | None:
-        """The module. None without native code, and while messages are recorded: the connections' threads do that."""
+        """The module; None without native code, and while messages are recorded, by the connections' threads."""
         is_recorded = self.recorder is not None and self.recorder.is_on
         return None if is_recorded or not self._sockets else _swapping()
 
     def _incoming(self, senders: Collection[int], lane: int | None) -> list[Lane]:
-        """The connections from these ranks, at most one each. A rank without a socket has none."""
+        """The connections from these ranks, at most one for each. A rank without a socket has none."""
         number = BULK_LANE if lane is None else lane
         found = {}
         for server in self._sockets:

@@ -1,7 +1,7 @@
-"""Emulated compute: how long each step takes at least on each rank, and when steps were made.
+"""Emulated compute: the least duration of each step on each rank, and the times of steps.
 
-The launcher checks `--step_seconds` and `--slowdown` here and passes them on in environment variables; the training
-process reads them here too.
+The launcher checks `--step_seconds` and `--slowdown` here, and passes both on in environment variables. The training
+process reads the variables here.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _TIMES = struct.Struct("<dd")
 
 @dataclasses.dataclass(frozen=True)
 class Slowdown:
-    """A slower rank, or a slower step now and then.
+    """A slower rank, or random slower steps.
 
     Attributes:
       rank: The rank whose every step is slower; None for every rank's steps, each with probability 1 / world_size.
-      factor: How many times longer a slower step takes; at least 1.
+      factor: Factor on the duration of a slower step; at least 1.
 
     Raises:
-      ValueError: If the factor is below 1 or the rank negative.
+      ValueError: If the factor is below 1 or not finite, or the rank is negative.
     """
 
     rank: int | None
@@ -67,10 +67,10 @@ class Slowdown:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeEmulation:
-    """How long each rank's steps take at least.
+    """The least durations of each rank's steps.
 
-    Step k of rank r takes `step_seconds`, times the factor of a slowdown of rank r, times the factor of the random
-    slowdown with probability 1 / world_size, drawn for each step.
+    A step of rank r takes `step_seconds`, times the factor of a slowdown of rank r. With probability 1 / world_size,
+    drawn for each step, the step takes longer by the factor of the random slowdown too.
 
     Attributes:
       step_seconds: Duration of a step that is not slowed down. Positive.
@@ -97,7 +97,7 @@ class ComputeEmulation:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> ComputeEmulation | None:
-        """Reads what `to_environment` wrote; None where compute is not emulated.
+        """Reads the variables that `to_environment` wrote; None if compute is not emulated.
 
         Raises:
           ValueError: If a variable cannot be read.
@@ -112,7 +112,7 @@ class ComputeEmulation:
         )
 
     def to_environment(self) -> dict[str, str]:
-        """Returns the environment variables that carry this to a training process."""
+        """Returns the environment variables that carry this emulation to a training process."""
         return {
             STEP_SECONDS_VARIABLE: repr(self.step_seconds),
             _SLOWDOWN: ",".join(map(str, self.slowdowns)),
@@ -136,7 +136,7 @@ class ComputeEmulation:
           world_size: Number of ranks.
 
         Raises:
-          ValueError: If the rank, or one that a slowdown names, is not in the world.
+          ValueError: If `rank`, or the rank that a slowdown names, is not in the world.
         """
         self.check_world_size(world_size)
         if not 0 <= rank < world_size:
@@ -152,7 +152,7 @@ class ComputeEmulation:
 
 
 class StepTimes:
-    """Tells the launcher when this process took its first and its latest step.
+    """Tells the launcher the times of this process's first and latest steps.
 
     Args:
       path: A file that the launcher reads when the process has ended.
@@ -164,12 +164,12 @@ class StepTimes:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> StepTimes | None:
-        """Returns the record that the launcher asks for; None where it does not."""
+        """Returns the record that the launcher asks for; None if the launcher asks for none."""
         path = environment.get(STEP_TIMES_PATH)
         return cls(path) if path else None
 
     def mark(self) -> None:
-        """To be called in every step. Costs a few microseconds."""
+        """Records the time of a step. Called in every step; costs a few microseconds."""
         now = time.monotonic()
         self._first = now if self._first is None else self._first
         os.pwrite(self._file, _TIMES.pack(self._first, now), 0)
@@ -183,7 +183,7 @@ def read_step_times(paths: Iterable[str | os.PathLike]) -> tuple[float, float] |
     """Returns the times of the first and the last step over all processes of this machine.
 
     Args:
-      paths: The files that `StepTimes` wrote; those that are missing or empty are passed over.
+      paths: The files that `StepTimes` wrote. Missing and empty files are skipped.
 
     Returns:
       Two readings of `time.monotonic`, or None if no process recorded a step.

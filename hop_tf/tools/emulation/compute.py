@@ -25,7 +25,7 @@ class EmulatedCompute(Plugin):
 
     Args:
       durations: Seconds that each step takes at least, from the start of the step to its gradients.
-      step_times: Told of every step, for the launcher's measure of how busy the cores were; or None.
+      step_times: Records every step, so that the launcher can measure how busy the cores were; or None.
     """
 
     delays_gradients = True
@@ -46,13 +46,13 @@ class EmulatedCompute(Plugin):
         The step takes `times` as long, because it has that many times as many rows.
         """
         if not self._has_started:
-            # Not in the constructor: what programs do between making a strategy and training, such as setting a seed,
-            # clears TensorFlow's caches of kernels, and was seen to crash a thread that just began its first operation.
+            # Not in the constructor: between creating a strategy and training, programs may set a seed, for instance.
+            # That clears TensorFlow's caches of kernels, and was seen to crash a thread in its first operation.
             self._has_started = True
             self._thread.start()
         with tf.device("/cpu:0"):
             started = self._started.enqueue([started_at, tf.cast(times, tf.float64)])
-            # Run eagerly, enqueue has no operation to depend on: it has been done.
+            # Eagerly, `enqueue` has been done, and returns no operation to depend on.
             with tf.control_dependencies([] if started is None else [started]):
                 elapsed = self._elapsed.dequeue()
         with tf.control_dependencies([elapsed]):
