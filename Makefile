@@ -7,7 +7,7 @@
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
 #   make storm      what it costs if ranks are killed and stopped all the time; a quarter of an hour
 #   make docs       the documentation, into build/docs; warnings are errors
-#   make lint       ruff's checks and format
+#   make lint       ruff's checks and format, and plain English as far as a machine can tell
 #   make dist       the source distribution and a wheel for most Linux systems, into dist; CXX chooses the compiler
 #   make matrix     that wheel, with each Python, TensorFlow and Keras that is supported: hours
 #   make bazel      builds everything and runs the tests with Bazel, offline; TESTS=all runs the slow tests, too
@@ -63,6 +63,7 @@ docs: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/english.py
 
 # TensorFlow's library comes with TensorFlow, and is not to be packed into the wheel. Kernels for GPUs need a newer system
 # than most: who wants them builds from the source distribution.

@@ -4,9 +4,9 @@
     python benchmarks/benchmark_ops.py --sizes=1000000 --data=sparse --rounds=15
 
 Nothing else should run on the machine. All candidates take turns within every round, so that a busy moment meets all
-of them; medians over the rounds are shown. A share of 1 means that a kernel moves the bytes that it reads and writes as
-fast as one thread copies memory (`numpy.copyto` of float32, measured in the same rounds); at 0.67 it takes 1.5 times as
-long as a copy of those bytes. The native kernels run on one thread, and once more on all cores.
+of them; medians over the rounds are shown. With a share of 1 a kernel reads and writes its
+bytes as fast as one thread copies memory (`numpy.copyto` of float32, measured in the same rounds). At 0.67 it takes 1.5
+times as long as a copy of those bytes. The native kernels run on one thread, and once more on all cores.
 
 Peers do not compute exactly the same, but are the alternatives: `numpy.quantile` and an Apache DataSketches KLL sketch
 find 255 quantiles and encode nothing; `tf.sort` is the cost of quantiles by sorting; "int8 encode, NumPy" is the same

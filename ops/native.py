@@ -50,9 +50,8 @@ def build_info() -> dict[str, object]:
     This asks the driver for the GPUs, so set `CUDA_VISIBLE_DEVICES` before.
 
     Returns:
-      `native` (see `native_available`), `compiler` (with the instruction set in use), `num_cores` (the threads that
-      large arrays take), `cuda` (True if the operations run on GPUs) and `cuda_error` (the reason if they do not, or
-      "").
+      `native`: see `native_available`; `compiler`: with the instruction set in use; `num_cores`: the threads that large
+      arrays take; `cuda`: True if the operations run on GPUs; `cuda_error`: the reason if they do not, or "".
     """
     library, cuda_error = kernels(), _cuda_error()
     return {

@@ -3,7 +3,7 @@
     what a rank computes with  =  what is merged, alike on all ranks  +  its own changes that are not merged yet
 
 A rank changes its variables as it likes: by the steps of any optimizer, by moving statistics. Once in a while it takes
-what it has changed since the last time, and hands that out. When the mean over all ranks arrives, be it many steps
+what it has changed since the last time, and hands that out. When the mean over all ranks arrives, maybe many steps
 later, the rank takes its own part out and puts the mean in:
 
     w += mean(changes) - own changes
@@ -43,7 +43,7 @@ class Latest:
         return self._kept
 
     def add_newest(self, number: int | tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Emits the ops that add to some values those that were pushed last, so many of them."""
+        """Emits the ops that add the `number` values that were pushed last to others."""
         sums = list(values)
         for age, kept in enumerate(reversed(self._kept)):
             add = functools.partial(_sums, sums, kept)
@@ -72,7 +72,7 @@ def zeros_like(variable: tf.Variable) -> tf.Variable:
 
 
 class LateChanges:
-    """What this rank has changed of some variables since it was asked last.
+    """The changes that this rank has made to some variables since the last call of `take`.
 
     Ranks exchange changes, not values: a difference between values would be there still when the next ones are sent,
     and be corrected once more for everything that is under way.

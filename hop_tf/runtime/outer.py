@@ -3,7 +3,7 @@
     weights a rank computes with  =  what is merged  +  its own changes of windows that are not merged yet
 
 Ranks make steps of their own optimizers. A window is some steps; when it ends, each rank hands out what it has changed
-in it. When the mean over all ranks arrives, be it many steps later, it is merged:
+in it. When the mean over all ranks arrives, maybe many steps later, it is merged:
 
     merged  <-  merged + mean(changes)                    or     the outer optimizer's update with  -mean(changes)
 
@@ -35,7 +35,7 @@ from hop_tf.tensors import payloads
 
 
 class OuterSteps:
-    """What is merged of some variables, and what this rank has changed besides.
+    """The merged values of some variables, and the changes that this rank has made besides.
 
     Args:
       variables: The variables; those that are trained come first.
@@ -73,7 +73,7 @@ class OuterSteps:
         self._merged = [variable.value for variable in merged]
 
     def merged(self) -> list[np.ndarray]:
-        """What is merged, as arrays that nobody writes to."""
+        """The merged values, as arrays. Do not modify them."""
         return [np.asarray(each.read_value()) for each in self._merged]
 
     def begin_with(self, merged: Sequence[np.ndarray]) -> None:

@@ -78,7 +78,7 @@ class DTSSettings:
         return self.selection is None and all(each.delay % each.interval == 0 for each in schedules)
 
     def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
-        """How windows may be averaged; see `list_ways`. What a selection leaves is sent as it is."""
+        """The ways to average windows; see `list_ways`. A codec that selects values sends these over a mesh."""
         algorithm = "mesh" if self.algorithm == AUTO and self.selection is not None else self.algorithm
         return list_ways(algorithm, self.codec, world_size, num_bytes)
 
@@ -99,12 +99,12 @@ class DTSSettings:
 
     @property
     def selection(self) -> codecs.TopK | None:
-        """Which part of a window is handed out."""
+        """The codec, if it selects the part of a window that is handed out; else None."""
         return self.codec if isinstance(self.codec, codecs.TopK) else None
 
 
 class WindowRows:
-    """How many rows a rank has trained on in a window; of one without a step, in the one before."""
+    """The rows that a rank has trained on in a window. A window without a step counts as the one before."""
 
     def __init__(self):
         self._now, self._before = (

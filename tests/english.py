@@ -15,8 +15,9 @@ _FOLDERS = ("benchmarks", "examples", "hop_tf", "ops", "strategies", "tests")
 # A docstring begins with a verb ("Returns the mean."), a noun ("The mean."), or "True if".
 _FIRST = re.compile(r"(As many|How|Nobody|Nothing|So many|So much|Told|What|When|Where|Whether|Which|Who|Whom|Whose)\b")
 _RIDDLES = re.compile(r"\b(be it|nobody else than|so many of them|that of that)\b", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"(?<=[.?!:])\s+(?=[A-Z`\"])")
-_MOST_WORDS = 40
+# Items of a list count as sentences.
+_SENTENCE_END = re.compile(r"(?<=[.?!:;])\)?\s+|\s[-*] ")
+_MOST_WORDS = 30
 
 
 def _docstrings(source):
