@@ -265,7 +265,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         """Counters of this rank since the strategy was made.
 
         Returns:
-          A dict with these entries, and the scheme's own:
+          A dict. It has these entries, and the scheme's own.
 
           - `rank`, `steps` (optimizer updates), `iteration` (the scheme's, in the running or last `fit`);
           - `wait_seconds`: time for which steps had their gradients and still waited for other ranks;

@@ -213,7 +213,8 @@ class AllReduce(abc.ABC):
 
     def _recovered(self, operation: Operation, vectors: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         """The means of an attempt that has failed here, if another rank has them. The caller may write to them."""
-        # Before this rank has committed, no rank has a mean with its part. Without a loss, no rank has means alone.
+        # Before this rank has committed, no rank has a mean with its part. Without a loss, no rank lacks a mean that
+        # others have.
         if self._ended_steps is None or not operation.is_committed or not operation.is_broken_by_loss():
             return None
         data = self._ended_steps.find(operation)

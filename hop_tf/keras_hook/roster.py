@@ -64,7 +64,7 @@ class Roster:
         self.variable.assign(self._everybody)
 
     def use(self, is_in_use: bool) -> None:
-        """Sets `is_in_use` from now on."""
+        """Sets `is_in_use`: from now on, ranks share the batches of `fit`, or each takes all of its batch."""
         if is_in_use != self.is_in_use:
             self.is_in_use = is_in_use
             self._in_use_variable.assign(is_in_use)

@@ -318,7 +318,7 @@ def _until_stopped(steps: Iterator, hooks: TrainingHooks, epoch: TFEpochIterator
 def _size_of_execution(epoch: TFEpochIterator) -> int:
     """The number of steps of the next execution: fewer than usual if the data has fewer batches left."""
     size, num_batches = epoch.steps_per_execution, epoch._num_batches
-    num_before = epoch._steps_seen - size  # Keras has counted it as full. `steps_per_epoch` shortens no execution.
+    num_before = epoch._steps_seen - size  # Keras has counted a full execution. `steps_per_epoch` shortens none.
     return min(size, num_batches - num_before) if num_batches else size
 
 

@@ -61,7 +61,7 @@ class Silence:
         self._questions.forget()
 
     def look(self, awaited: Collection[int]) -> bool:
-        """Checks the awaited ranks for silence. Returns True if one is silent now. Called at each wake-up."""
+        """Checks the awaited ranks for silence. Returns True if it finds a new silent one. Called at each wake-up."""
         now = self._membership.monitor.now()
         if 0 <= now - self._looked_at < _LOOK_SECONDS:
             return False

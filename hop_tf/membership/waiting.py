@@ -25,7 +25,7 @@ from hop_tf.transport.deadlines import is_dead, problem_of
 _LIVENESS_PERIOD_SECONDS = 0.25
 # Interval at which a rank that waits for its last messages to arrive checks if the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
-# A wait of this part of `progress_timeout_seconds`, or of `timeout_seconds`, is reported as a stall.
+# A wait is a stall after this part of `progress_timeout_seconds`, or after `timeout_seconds` if that is less.
 _STALL_SHARE = 0.25
 
 

@@ -239,7 +239,7 @@ class Recorder:
         self._new_lines.append({"kind": kind, "time": self.now(), **values})
 
     def add_now_and_then(self, kind: str, values: Mapping[str, object]) -> None:
-        """Adds a line of JSON, unless one of that kind came recently: at most some 64 while a job's age doubles."""
+        """Adds a line of JSON, unless one of that kind came recently: at most 64 while a job's age doubles."""
         if self._is_due(kind):
             self.add_line(kind, **values)
 

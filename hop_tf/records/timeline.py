@@ -81,7 +81,7 @@ def to_trace(job: JobLog) -> dict[str, object]:
 
 
 def _microseconds(seconds: float) -> float:
-    """The time in a trace. Perfetto rounds to whole nanoseconds, after which events might overlap."""
+    """The time in a trace, in whole nanoseconds: events that Perfetto itself has to round may overlap afterwards."""
     return round(seconds * 1e6, 3)
 
 

@@ -146,7 +146,7 @@ class EpochAgreement:
         return is_new or self._reached[rank] == _NEVER
 
     def look_again(self) -> None:
-        """Answers the ranks whose positions this rank, for which they wait, has passed. Called from any thread."""
+        """Tells each waiting rank whose position this rank has passed that it has done so. Called from any thread."""
         with self._membership.monitor:
             passed = [rank for rank, (_, rounds) in self._asking.items() if self._has_begun(rounds)]
             numbers = {rank: self._asking.pop(rank)[0] for rank in passed}

@@ -80,7 +80,7 @@ class Scheme(abc.ABC):
         return ()
 
     def common_optimizers(self, group: Group) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
-        """Optimizers that make the same updates of the group on all ranks, each with its state that ranks share."""
+        """Optimizers that update the group equally on all ranks, each with its slots, which `synchronize` averages."""
         return ()
 
     def watched(self, group: Group) -> Sequence[tf.Variable]:
@@ -88,7 +88,7 @@ class Scheme(abc.ABC):
         return group.trained
 
     def makes_way(self, group: Group) -> bool:
-        """True if assigned weights count from now on, because the scheme gives up its second copy of them.
+        """True if assigned weights count from now on. A scheme that may keep a second copy of them then keeps none.
 
         Called when the program assigns weights of a group: before the update, after it, or between two steps of `fit`.
         Also called for each custom loop.

@@ -62,7 +62,8 @@ class StopAgreement:
     def begin_steps(self, number: int) -> bool:
         """Counts the next steps as begun. Returns False if this rank has to stop before them.
 
-        Blocks: if a rank is to stop, until all ranks have told their numbers of begun steps.
+        Blocks: if a rank is to stop, until all ranks that take part have told their numbers of begun steps. Does not
+          block for steps that this rank's own number includes.
 
         Raises:
           HopError: As `Membership.wait` does.

@@ -29,7 +29,7 @@ _READ_BYTES, _SLOW_READ_BYTES = 1 << 21, 1 << 17
 _SLOW_READ_SECONDS = 0.25
 # Small enough that a piece of a large array is still in the processor's cache from its checksum when it is sent.
 _WRITE_BYTES = 1 << 19
-# Up to this size, one copy costs less than a system call with many pieces. The system takes this many pieces at once.
+# Up to this size, one copy costs less than a system call with many pieces. Such a call takes at most this many pieces.
 _SMALL_MESSAGE_BYTES = 1 << 16
 _MAX_PIECES = 1000
 # If a frame that has begun does not go on within this time, the connection is made anew. A thread that waits for a

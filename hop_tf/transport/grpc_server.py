@@ -1,4 +1,4 @@
-"""The gRPC server's side: accepts the streams of peers and delivers their messages."""
+"""`StreamHandler`: the gRPC server's side. Accepts the streams of peers and delivers their messages."""
 
 from __future__ import annotations
 

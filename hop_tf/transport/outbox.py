@@ -22,7 +22,7 @@ MAX_MESSAGES = 1024
 MAX_BYTES = 256 << 20
 # Interval at which a blocked sender checks the peer, whose silence wakes no thread.
 _CHECK_PERIOD_SECONDS = 0.25
-# In a burst of small messages, every so many are acknowledged together.
+# In a burst, this many small messages, or this many bytes, are acknowledged together.
 _MESSAGES_PER_ACK = 16
 _BYTES_PER_ACK = 1 << 18
 # The connection's thread writes larger messages: they do not fit into a socket's buffer.

@@ -161,7 +161,7 @@ class Contributions:
         self._tell([newcomer], MessageKind.DONE, self._peers.present_key(), [])
 
     def _tell_move(self) -> None:
-        """Tells the present layout, and how often this rank has contributed to the previous one."""
+        """Tells how often this rank has contributed to a layout that it left, and the layout that it moved to."""
         _, before, key = self._moves.popleft()
         rank = self._membership.rank
         with self._monitor:

@@ -40,7 +40,7 @@ class Pulling:
 
     Attributes:
       num_pulls: The number of states that were taken.
-      num_rejected: The number of attempts in which no state was taken. This rank went on with its own.
+      num_rejected: The number of calls of `pull` that took no state. This rank went on with its own.
     """
 
     def __init__(self, membership: Membership, replica: Replica, peers: Peers, channel: Channel, silence: Silence):

@@ -294,8 +294,8 @@ class Replica:
           payload: The parts that `state` has returned there, joined as bytes.
           giver: The rank that has given the state.
           incarnations: For each rank its byte in the keys of the layouts that it takes part in.
-          may_drop: True to take the state even if it lacks messages that were merged here. But these messages must be
-            of layouts of which nothing more comes here or to the giver. This replica then loses them.
+          may_drop: True to take the state even if it lacks messages that were merged here, which are then lost. They
+            must be of past layouts, which both ranks have freed or take no part in.
 
         Returns:
           True if the state was taken.

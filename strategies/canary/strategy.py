@@ -138,9 +138,9 @@ class CanaryStrategy(ExchangeStrategy):
         that. In a BCube that has lost a rank, the mean is made as on a mesh. A rank that is started again joins between
         two steps, with weights that are equal to the others'. After a loss, `strategy.reduce` in a custom loop raises.
         Default None: "raise" for "bsp", otherwise "continue".
-      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
-        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
-        half of the ranks; 1 if there are two.
+      min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
+        fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
+        None: more than half of the ranks; 1 if there are two.
       patience_seconds: With consistency="bsp" and on_peer_loss="continue": the silence, in seconds, after which the
         others go on without a rank. The rank joins them again in the same `fit` when it wakes: see `PipeSGDStrategy`.
         At least 0.5, and less than `CommunicationOptions.timeout_seconds`. With "ssp" and "async" it must be None,

@@ -78,7 +78,7 @@ class DTSSettings:
         return self.selection is None and all(each.delay % each.interval == 0 for each in schedules)
 
     def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
-        """The ways to average windows; see `list_ways`. A codec that selects values sends these over a mesh."""
+        """The ways to average windows; see `list_ways`. With a codec that selects values, "auto" is "mesh"."""
         algorithm = "mesh" if self.algorithm == AUTO and self.selection is not None else self.algorithm
         return list_ways(algorithm, self.codec, world_size, num_bytes)
 

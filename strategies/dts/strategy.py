@@ -110,9 +110,9 @@ class DTSStrategy(ExchangeStrategy):
         `fit` skips the steps that it has missed. It joins the others at the end of a window, when all windows are
         merged. It then has the merged weights, and another rank's optimizer slots. That takes one optimizer, and no
         `run_eagerly`. Default None: "raise".
-      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
-        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
-        half of the ranks; 1 if there are two.
+      min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
+        fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
+        None: more than half of the ranks; 1 if there are two.
       patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
         rank, as without a lost one. An example is a process that was stopped. When the rank wakes, it skips the steps
         that it has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and

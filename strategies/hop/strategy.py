@@ -110,9 +110,9 @@ class HopStrategy(ExchangeStrategy):
         graph this changes the mean over all ranks. The number of backup workers stays as it is: if it covers all
         remaining in-neighbors, a rank waits for no updates. Default None: "continue" with backup workers or staleness,
         otherwise "raise".
-      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
-        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
-        half of the ranks; 1 if there are two.
+      min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
+        fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
+        None: more than half of the ranks; 1 if there are two.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). Averaging
         with the weights of the topology keeps the mean of the parameters over the ranks. This mean is to move by the

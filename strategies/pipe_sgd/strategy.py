@@ -117,9 +117,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         script is started again as that rank, its first `fit` skips the steps that it has missed. It joins the others
         between two steps, with their weights, slots and step. That takes one optimizer, and no `run_eagerly`. With K
         above 1 and `compensation="none"` it raises instead. Default None: "raise".
-      min_ranks: With "continue": the number of ranks that must be left, neither lost nor failed. With fewer, a rank
-        raises `PeerLostError`, because others may train on, on the other side of a network cut. Default None: more than
-        half of the ranks; 1 if there are two.
+      min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
+        fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
+        None: more than half of the ranks; 1 if there are two.
       patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
         rank, as without a lost one. An example is a process that was stopped. When the rank wakes, it skips the steps
         that it has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and

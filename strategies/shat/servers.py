@@ -63,7 +63,7 @@ class Servers:
         # In the session: the number of answered pushes, and True if this rank has sent anything to the servers.
         self._num_answered = 0
         self._has_entered = False
-        # For each server that has answered: True if its state came from a snapshot.
+        # For each server that has answered: True if its first state was another one than rank 0's, as from a snapshot.
         self._is_under_way: dict[int, bool] = {}
         self._received: dict[str, Answers] = {queue: {} for queue in _ANSWERS}
         self._retry_seconds = _RETRY_SECONDS

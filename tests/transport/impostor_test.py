@@ -1,4 +1,4 @@
-"""Tests of attackers with and without a token: they pose as a rank, listen to ranks, or change sent data."""
+"""Tests of attackers of clusters with and without a token: they pose as a rank, listen, or change sent data."""
 
 import socket
 import unittest.mock

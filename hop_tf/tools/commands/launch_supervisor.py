@@ -67,7 +67,7 @@ class Restarts:
         self._describe = describe
         self._say = say
         self._num_failures = dict.fromkeys(processes, 0)  # Failures after which there was, or will be, a restart.
-        self._num_quick = dict.fromkeys(processes, 0)  # The latest of these failures, of processes that ran shortly.
+        self._num_quick = dict.fromkeys(processes, 0)  # The latest of these failures, of processes that ran briefly.
         self._due: dict[Task, float] = {}
         self._killed: set[Task] = set()
         self._given_up: set[Task] = set()

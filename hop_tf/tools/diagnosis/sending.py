@@ -57,8 +57,8 @@ def sending_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[in
 def lone_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[tuple[int, int], float]:
     """The rate of messages on each link, in bytes per second, by sender and receiver.
 
-    Other messages that the sender sends at the same time may slow a message down. So only the tenth of messages with
-    the least company counts. The arguments are those of `sending_rates`.
+    Other messages that the sender sends at the same time may slow a message down. So only messages with the least
+    company count: at least a tenth of a link's messages. The arguments are those of `sending_rates`.
     """
     rates = {}
     for sender, sent in _sent(job, links).items():

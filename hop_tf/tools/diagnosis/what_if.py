@@ -157,7 +157,9 @@ class WhatIf:
         return self.expect(links={tuple(self._places.get(end) for end in link.ends): known for link in slow})
 
     def changes(self, kinds: Sequence[tuple[str, bool]], most: int = 2) -> list[Change]:
-        """Returns the changes that help most, the best first. Changes with about the same gain keep their order.
+        """Returns the changes that help most, the best first.
+
+        Changes with about the same gain come in the order of `kinds`, and then of `_candidates_of`.
 
         Args:
           kinds: The findings: `Finding.kind`, and `is_always`.

@@ -307,9 +307,9 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
             self._assert_nothing_was_merged_twice(job, f"seed {seed}")
 
     def test_a_rank_that_joins_when_others_end(self):
-        """The others end with the joining rank, or without it. Then the rank learns that it is too late."""
+        """The others end with the joining rank or without it. If without it, the rank learns that it is too late."""
         num_late = num_joined = 0
-        # 91: ranks have to wait until the others end among the same ranks, too.
+        # 91: a rank has to wait until it knows that the others end among the same ranks as itself.
         for seed in [*range(_NUM_SCHEDULES // 4), 91]:
             rng = np.random.default_rng([7, seed])
             slow = 10 ** rng.uniform(-1, 0.5, size=(3, 3))
@@ -400,7 +400,7 @@ class FaultsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow
     def test_with_a_lossy_codec_and_resyncs(self):
         # 594: ranks do not wait for dead ranks, but for messages that were to come through them.
-        # 866: a root is the last rank to hear of a layout.
+        # 866: a root is the last rank to hear of a layout: all others have announced it before.
         # 2153: a state contains a snapshot of a layout that the adopting rank has freed.
         for seed in [*range(_NUM_SCHEDULES // 4), 594, 866, 2153]:
             rng = np.random.default_rng([6, seed])

@@ -177,7 +177,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertFalse(_adopt(third, other, _JOINED, may_drop=True))  # Its state does not name what was dropped.
 
     def test_not_what_lacks_something_of_a_layout_that_was_freed_here(self):
-        """If the layout was freed there, too, its root died before sending to both: then the state may be adopted."""
+        """Unless it was freed there, too: its root died before sending to both, so the message may be dropped."""
         own, other = _replica(0), _replica(1)
         _merge(own, _WHOLE, 0, 1, ((0, 0),))
         own.free(own.layout(_WHOLE))
@@ -223,7 +223,7 @@ class AdoptTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(own.read()[0], other.read()[0])
 
     def test_bits_are_set_of_what_it_holds(self):
-        """Of a partly merged contribution, the last piece sets the bit. Rows that the giver has freed are freed."""
+        """Of a partly merged contribution, the last piece sets the bit. Rows that the giver has freed are not kept."""
         own, other = _replica(0, ((600,), (3,))), _replica(1, ((600,), (3,)))
         num_pieces = [len(pieces) for pieces in own.layout(_WHOLE).by_colayer]
         self.assertGreater(num_pieces[0], 1)
