@@ -15,5 +15,5 @@ myst_heading_anchors = 3
 napoleon_custom_sections = [("Blocks", "returns_style")]
 autodoc_typehints = "none"  # The docstrings say it in words.
 autodoc_member_order = "bysource"
-# What hop_tf.integrations needs, where it is not installed.
+# Packages that hop_tf.integrations.ray needs, if they are not installed.
 autodoc_mock_imports = [name for name in ("ray",) if importlib.util.find_spec(name) is None]

@@ -1,7 +1,12 @@
 """The public name of `hop_tf.tools.emulation`."""
 
-import sys
+from typing import TYPE_CHECKING
 
-from hop_tf.tools import emulation
+from hop_tf.tools import emulation as _tool
 
-sys.modules[__name__] = emulation
+if TYPE_CHECKING:
+    from hop_tf.tools.emulation import *  # noqa: F403
+
+
+def __getattr__(name):
+    return getattr(_tool, name)

@@ -1,7 +1,12 @@
 """The public name of `hop_tf.tools.planning`."""
 
-import sys
+from typing import TYPE_CHECKING
 
-from hop_tf.tools import planning
+from hop_tf.tools import planning as _tool
 
-sys.modules[__name__] = planning
+if TYPE_CHECKING:
+    from hop_tf.tools.planning import *  # noqa: F403
+
+
+def __getattr__(name):
+    return getattr(_tool, name)

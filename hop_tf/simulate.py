@@ -1,7 +1,12 @@
 """The public name of `hop_tf.tools.simulate`."""
 
-import sys
+from typing import TYPE_CHECKING
 
-from hop_tf.tools import simulate
+from hop_tf.tools import simulate as _tool
 
-sys.modules[__name__] = simulate
+if TYPE_CHECKING:
+    from hop_tf.tools.simulate import *  # noqa: F403
+
+
+def __getattr__(name):
+    return getattr(_tool, name)

@@ -1,7 +1,12 @@
 """The public name of `hop_tf.tools.testing`."""
 
-import sys
+from typing import TYPE_CHECKING
 
-from hop_tf.tools import testing
+from hop_tf.tools import testing as _tool
 
-sys.modules[__name__] = testing
+if TYPE_CHECKING:
+    from hop_tf.tools.testing import *  # noqa: F403
+
+
+def __getattr__(name):
+    return getattr(_tool, name)

@@ -1,7 +1,12 @@
 """The public name of `hop_tf.tools.timing`."""
 
-import sys
+from typing import TYPE_CHECKING
 
-from hop_tf.tools import timing
+from hop_tf.tools import timing as _tool
 
-sys.modules[__name__] = timing
+if TYPE_CHECKING:
+    from hop_tf.tools.timing import *  # noqa: F403
+
+
+def __getattr__(name):
+    return getattr(_tool, name)

@@ -1,7 +1,12 @@
 """The public name of `hop_tf.tools.ray`."""
 
-import sys
+from typing import TYPE_CHECKING
 
-from hop_tf.tools import ray
+from hop_tf.tools import ray as _tool
 
-sys.modules[__name__] = ray
+if TYPE_CHECKING:
+    from hop_tf.tools.ray import *  # noqa: F403
+
+
+def __getattr__(name):
+    return getattr(_tool, name)

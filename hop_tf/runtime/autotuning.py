@@ -69,9 +69,10 @@ class Pace:
 
     Attributes:
       skipped: Steps after a change that are not measured; twice as many before the first ones that are.
-      measured: Steps of each candidate that are; half as many of the first one, which may be tried again.
+      measured: Steps of each candidate that are.
       block: Steps of a block, of which the median counts.
-      long_seconds: Of steps that take longer, fewer are skipped in proportion, and down to half as many measured.
+      long_seconds: Of steps that take longer, fewer are skipped and measured, in proportion; of those that are measured
+        not less than half, but for the first candidate.
     """
 
     skipped: int = 2
@@ -136,6 +137,7 @@ class Autotuner:
         self._tracing_seconds = 0.0
         self._results: dict[Setting, Times] = {}  # Medians.
         self._least: dict[Setting, Times] = {}
+        self.setting = self._settings[0]
         self.begin(widths[0])
 
     @staticmethod
@@ -174,16 +176,18 @@ class Autotuner:
         self._begin_with(self._settings[setting])
 
     def _begin_with(self, setting: Setting, is_exploring: bool = False) -> None:
-        self.setting = setting
         self._is_exploring = is_exploring
-        self._begin_measuring()
+        self._begin_measuring(setting)
 
-    def _begin_measuring(self) -> None:
+    def _begin_measuring(self, setting: Setting) -> None:
         self._age = 0
+        # After a change, the next times are those of a step before it.
+        self._num_stale = int(setting != self.setting)
+        self._least_heard: Times | None = None
+        self.setting = setting
         # A program that has just begun is slow, and the first steps of a wider pipe wait for nothing.
         is_slow = self._is_exploring and not self._results
         self._num_skipped = self._pace.skipped * (2 if is_slow or self.setting.width > 1 else 1)
-        self._num_measured = -(-self._pace.measured // 2) if is_slow else self._pace.measured
         self._measured: list[Times] = []
 
     def own(self, times: Times, is_late: bool = False) -> np.ndarray:
@@ -221,13 +225,17 @@ class Autotuner:
             return
         # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
         times = Times(sum(periods), min(exchanges[rank] for rank in present) * len(present))
-        if self._age > self._num_rounds(self._scaled(self._num_skipped, times), at_least=2):
+        if self._age > self._num_stale:
+            self._least_heard = times if self._least_heard is None else _least([times, self._least_heard])
+        if self._age > self._num_rounds(self._scaled(self._num_skipped), at_least=2):
             self._measured.append(times)
             self._look()
 
-    def _scaled(self, number: int, times: Times) -> int:
-        """A number of steps, if ranks explore and steps take so long."""
-        return self._pace.scaled(number, times.period) if self._is_exploring else number
+    def _scaled(self, number: int) -> int:
+        """A number of steps, if ranks explore and all steps so far took long."""
+        if not self._is_exploring or self._least_heard is None:
+            return number
+        return self._pace.scaled(number, self._least_heard.period)
 
     def _num_rounds(self, number: int, at_least: int) -> int:
         """The rounds of so many steps."""
@@ -246,19 +254,29 @@ class Autotuner:
     def _look(self) -> None:
         """Something was measured: looks if that is enough to go on."""
         if self._is_exploring:
-            number = max(self._scaled(self._num_measured, self._measured[-1]), self._num_measured // 2)
-            if len(self._measured) >= self._num_rounds(number, at_least=1):
+            if len(self._measured) >= self._num_rounds(self._num_to_measure(), at_least=1):
                 self._note_results()
                 self._try_next()
         elif len(self._measured) >= self._num_rounds(self._pace.block, at_least=3):
             self._compare_block()
+
+    def _num_to_measure(self) -> int:
+        """The steps of this candidate to measure.
+
+        One may be enough to find the first candidate slower by far. It is kept only after all, at no cost.
+        """
+        number = self._pace.measured
+        is_first = not self._results
+        if is_first and not self._has_to_hide(self._median()):
+            return number
+        return max(self._scaled(number), 1 if is_first else number // 2)
 
     def _note_results(self) -> None:
         """Notes what was measured; of a setting that is tried again, the better of both times."""
         setting = self.setting
         before = [self._results[setting]] if setting in self._results else []
         self._results[setting] = _least([self._median(), *before])
-        self._least[setting] = _least([*self._measured, *before])
+        self._least[setting] = _least([self._least_heard, *before])
 
     def _median(self) -> Times:
         return Times(*map(statistics.median, zip(*self._measured, strict=True)))
@@ -287,7 +305,7 @@ class Autotuner:
 
     def _try_next(self) -> None:
         first, tried = self._settings[0], self._results
-        if not self._has_to_hide():
+        if not self._has_to_hide(self._results[first]):
             self._choose([first])
             return
         if (untried := self._untried()) is not None:
@@ -350,15 +368,14 @@ class Autotuner:
         return Setting(setting.way, self._widths[0])
 
     def _try(self, setting: Setting) -> None:
-        self.setting = setting
-        self._begin_measuring()
+        self._begin_measuring(setting)
 
-    def _has_to_hide(self) -> bool:
-        """True if shorter communication may save `WORTHWHILE` of a step."""
-        first, width = self._results[self._settings[0]], self._widths[0]
+    def _has_to_hide(self, times: Times) -> bool:
+        """True if shorter communication than that of the first candidate may save `WORTHWHILE` of a step."""
+        width = self._widths[0]
         interval = self._interval_of(width)
         hides_all = width > 1 and width - 1 >= interval  # The next exchange begins when it is due.
-        return first.exchange / interval / first.period > (1 - WORTHWHILE if hides_all else WORTHWHILE)
+        return times.exchange / interval / times.period > (1 - WORTHWHILE if hides_all else WORTHWHILE)
 
     def _is_much_faster(self, setting: Setting, other: Setting) -> bool:
         """True if another candidate is slower by far, also if it was tried when the program had just begun."""

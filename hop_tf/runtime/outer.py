@@ -43,7 +43,6 @@ class OuterSteps:
       num_trained: How many are trained. An outer optimizer moves these; the others take the mean.
       max_newer: Most windows that may have ended when an older one is merged.
       optimizer: The outer optimizer, not built; None: means are added.
-      merges_at_ends: True if nothing of a rank's own changes is left over when `merge` is called. Default False.
 
     Attributes:
       optimizer: The outer optimizer.
@@ -57,12 +56,10 @@ class OuterSteps:
         num_trained: int,
         max_newer: int,
         optimizer: keras.optimizers.Optimizer | None = None,
-        merges_at_ends: bool = False,
     ):
         self._variables = variables
         self._num_trained = num_trained
         self.optimizer = optimizer
-        self._merges_at_ends = merges_at_ends
         self._changes = LateChanges(variables, values)
         self._own = Latest(variables, max_newer)
         # Names are the same where the step is traced within a condition, as that of a rank that joins.
@@ -107,24 +104,32 @@ class OuterSteps:
         self._own.push(own)
         return own
 
-    def merge(self, means: Sequence[tf.Tensor], num_newer: int | tf.Tensor, share: tf.Tensor | float = 1.0) -> None:
+    def merge(
+        self,
+        means: Sequence[tf.Tensor],
+        num_newer: int | tf.Tensor,
+        share: tf.Tensor | float = 1.0,
+        follows_take: bool = False,
+    ) -> None:
         """Emits the ops that merge a window.
 
         Args:
-          means: The mean of what all ranks have changed of each variable.
-          num_newer: How many windows have ended after it.
-          share: Of the ranks whose window counts, as it has steps: these share the mean. Where there are none, the mean
-            is added as it is, also where there is an outer optimizer.
+          means: The mean over all ranks of the changes of each variable.
+          num_newer: The number of windows that have ended after it.
+          share: The share of the ranks whose window counts, because it has steps: these share the mean. If there are
+            none, the mean is added as it is, also with an outer optimizer.
+          follows_take: True if `take` has just taken all changes, so that the variables have none of their own. Default
+            False: these are kept.
         """
-        with tf.device("/cpu:0"):
-            has_steps = share > 0
-            factor = tf.where(has_steps, 1 / share, 1.0)
-            is_shared_by_all = factor == 1.0
-        means = [tf.cast(mean, merged.dtype) for mean, merged in zip(means, self._merged, strict=True)]
-        means = tf.cond(is_shared_by_all, lambda: means, lambda: [mean * tf.cast(factor, mean.dtype) for mean in means])
+        has_steps = share > 0
+        factor = tf.where(has_steps, 1 / share, 1.0)
+        means = [
+            tf.cast(mean, merged.dtype) * tf.cast(factor, merged.dtype)
+            for mean, merged in zip(means, self._merged, strict=True)
+        ]
         self._move(means, has_steps)
         sums = self._own.add_newest(num_newer, [each.read_value() for each in self._merged])
-        give = self._changes.replace if self._merges_at_ends else self._changes.rebase
+        give = self._changes.replace if follows_take else self._changes.rebase
         give([tf.cast(total, v.dtype) for total, v in zip(sums, self._variables, strict=True)])
 
     def _move(self, means: Sequence[tf.Tensor], has_steps: tf.Tensor) -> None:

@@ -59,5 +59,5 @@ def requested_plugins(rank: int, world_size: int) -> Sequence[Plugin]:
     Raises:
       ValueError: If a variable cannot be read.
     """
-    modules = [module for variable, module in _MODULES.items() if os.environ.get(variable, "0") not in ("", "0")]
+    modules = [module for variable, module in _MODULES.items() if os.environ.get(variable)]
     return [importlib.import_module(module).make_plugin(rank, world_size) for module in modules]

@@ -161,7 +161,6 @@ class DTSExchange(AveragingExchange):
             num_trained=len(context.trained),
             max_newer=settings.num_slots - 1,
             optimizer=outer_optimizer,
-            merges_at_ends=settings.merges_at_ends,
         )
         membership, packing = context.membership, context.packing
         ways = settings.ways(membership.world_size, num_encoded_bytes(packing.specs))

@@ -292,7 +292,8 @@ class DTSStrategy(ExchangeStrategy):
         """
         with tf.device("/cpu:0"):
             num_newer = schedule.num_newer
-        width = self._merge(group, due, num_newer)
+        # The window that has just ended was handed out before.
+        width = self._merge(group, due, num_newer, follows_take=self._settings.merges_at_ends)
         if not group.exchange.changes_schedule:
             return
         with tf.device("/cpu:0"):
@@ -304,7 +305,9 @@ class DTSStrategy(ExchangeStrategy):
                 group.exchange.begin_windows(num_steps, num_ended, tf.maximum(width, 1))
 
         def merge_newer() -> None:
-            begin(self._merge(group, due + 1, 0))  # If ranks choose, only one has ended since.
+            with tf.device("/cpu:0"):
+                window = due + 1  # If ranks choose, only one has ended since.
+            begin(self._merge(group, window, 0, follows_take=True))
 
         with tf.device("/cpu:0"):
             has_newer = num_newer > 0
@@ -321,7 +324,9 @@ class DTSStrategy(ExchangeStrategy):
         changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
         group.submit([*changes, weight], step=window)
 
-    def _merge(self, group: Group, window: tf.Tensor, num_newer: int | tf.Tensor) -> tf.Tensor:
+    def _merge(
+        self, group: Group, window: tf.Tensor, num_newer: int | tf.Tensor, *, follows_take: bool = False
+    ) -> tf.Tensor:
         """Emits the ops that merge a window. Returns the width that ranks have chosen, or 0."""
         (*means, share), _ = group.collect([], step=window)
         exchange, width = group.exchange, tf.constant(0, tf.int64)
@@ -334,7 +339,7 @@ class DTSStrategy(ExchangeStrategy):
             with tf.device("/cpu:0"):
                 exchange.admissions.note_meeting(decided[0], exchange.schedule.begin_of(window))
                 exchange.roster.follow(decided[1] > 0)
-        exchange.outer.merge(means, num_newer, share[0])
+        exchange.outer.merge(means, num_newer, share[0], follows_take)
         return width
 
     def end_step(self, group: Group) -> None:
@@ -392,8 +397,7 @@ def _checked_outer_optimizer(optimizer: object) -> str:
 def _when(condition: tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
     """Emits ops that run if `condition` holds, and others that run if it does not."""
 
-    def run(emit: Callable[[], object]) -> tf.Tensor:
+    def run(emit: Callable[[], object]) -> None:
         emit()
-        return condition
 
     tf.cond(condition, functools.partial(run, emit), functools.partial(run, otherwise))

@@ -156,6 +156,33 @@ class AutotunerTest(parameterized.TestCase):
         first = slow.settings.index(slow.setting)
         self.assertLess(first, 40)
 
+    @parameterized.product(
+        case=[
+            (0.05, (0.03, 0.03, 0.008, 0.008), _INT8),
+            (0.1, (0.05, 0.05, 0.013, 0.013), _INT8),
+            (0.02, (0.24, 0.25, 0.06, 0.06), _INT8),
+            (0.1, (0.3, 0.3, 0.28, 0.29), _MESH),
+            (0.02, (0.24, 0.25, 0.22, 0.22), _MESH),
+        ],
+        step=[1, 2, 3, 4],
+        seconds=[0.2, 0.5, 1.0],
+        of_exchange=[True, False],
+    )
+    def test_one_slow_step_decides_nothing(self, case, step, seconds, of_exchange):
+        """A step that the data hold up, or a packet that is sent again, when the program has just begun."""
+        computing, sending, way = case
+        world = _World(computing, sending).begin(widths=(1,))
+        take = world._take
+
+        def slow(rank, setting):
+            period, exchange = take(rank, setting)
+            is_slow = len(world.settings) == step
+            return Times(period + seconds * is_slow, exchange + seconds * (is_slow and of_exchange))
+
+        world._take = slow
+        world.step(120)
+        self.assertEqual(world.setting, Setting(way, 1))
+
     def test_makes_few_steps_that_are_slower_by_far(self):
         """Three without a codec: the first one, one whose times it tells, and one that tells the second one's."""
         world = _World(0.02, (0.24, 0.25, 0.06, 0.06)).begin(tracing=1.0)

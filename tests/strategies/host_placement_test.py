@@ -81,7 +81,10 @@ class _GraphOperations:
         host, constants, found = set(), set(), []
         for operation in self._operations:
             inputs = {id(tensor.op) for tensor in operation.inputs} - constants
-            if operation.type == "Const":
+            if operation.type == "Placeholder" and operation.outputs[0].dtype != tf.resource:
+                if _origin(operation.outputs[0]).endswith("CPU:0"):
+                    host.add(id(operation))  # A condition has captured it.
+            elif operation.type == "Const":
                 constants.add(id(operation))
             elif operation.type == "ReadVariableOp":
                 if _origin(operation.inputs[0]).endswith("CPU:0"):

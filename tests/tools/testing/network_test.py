@@ -1,4 +1,4 @@
-"""The emulated network of `hop_tf.testing.network`: rates, delays, failures, and that nothing is left behind."""
+"""The emulated network of `hop_tf.tools.testing.network`: rates, delays, failures, and that nothing is left behind."""
 
 import contextlib
 import hashlib
