@@ -71,8 +71,8 @@ class Pace:
       skipped: Steps after a change that are not measured; twice as many before the first ones that are.
       measured: Steps of each candidate that are.
       block: Steps of a block, of which the median counts.
-      long_seconds: Of steps that take longer, fewer are skipped and measured, in proportion; of those that are measured
-        not less than half, but for the first candidate.
+      long_seconds: Of longer steps, fewer are skipped and measured, in proportion. At least half as many are measured,
+        except of the first candidate.
     """
 
     skipped: int = 2
@@ -261,9 +261,9 @@ class Autotuner:
             self._compare_block()
 
     def _num_to_measure(self) -> int:
-        """The steps of this candidate to measure.
+        """Returns the number of steps of this candidate to measure.
 
-        One may be enough to find the first candidate slower by far. It is kept only after all, at no cost.
+        One step may be enough to see that the first candidate is slower by far. Keeping it takes all, at no cost.
         """
         number = self._pace.measured
         is_first = not self._results
@@ -276,7 +276,8 @@ class Autotuner:
         setting = self.setting
         before = [self._results[setting]] if setting in self._results else []
         self._results[setting] = _least([self._median(), *before])
-        self._least[setting] = _least([self._least_heard, *before])
+        heard = [] if self._least_heard is None else [self._least_heard]
+        self._least[setting] = _least([*self._measured, *heard, *before])
 
     def _median(self) -> Times:
         return Times(*map(statistics.median, zip(*self._measured, strict=True)))

@@ -292,8 +292,8 @@ class DTSStrategy(ExchangeStrategy):
         """
         with tf.device("/cpu:0"):
             num_newer = schedule.num_newer
-        # The window that has just ended was handed out before.
-        width = self._merge(group, due, num_newer, follows_take=self._settings.merges_at_ends)
+        merge = functools.partial(self._merge, group, follows_take=self._settings.merges_at_ends)
+        width = merge(due, num_newer)
         if not group.exchange.changes_schedule:
             return
         with tf.device("/cpu:0"):
@@ -307,7 +307,7 @@ class DTSStrategy(ExchangeStrategy):
         def merge_newer() -> None:
             with tf.device("/cpu:0"):
                 window = due + 1  # If ranks choose, only one has ended since.
-            begin(self._merge(group, window, 0, follows_take=True))
+            begin(merge(window, 0))
 
         with tf.device("/cpu:0"):
             has_newer = num_newer > 0

@@ -79,6 +79,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
         ("momentum", {"run_eagerly": True}, {}),
         ("momentum", {}, {"on_peer_loss": "continue"}),
         ("momentum", {}, {"batch_shares": [2, 1]}),
+        ("momentum", {}, {"codec": codecs.TopK(ratio=0.3)}),
     )
     def test_a_change_of_the_schedule_loses_no_change(self, optimizer, arguments, settings):
         def run(strategy):
@@ -87,7 +88,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             return model.get_weights(), delays
 
         with _by_widths():
-            results = _cluster(codec=None, **settings).run(run)
+            results = _cluster(**{"codec": None, **settings}).run(run)
         expected = _fit(optimizer, num_fits=2).get_weights()
         for weights, delays in results:
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-4)
