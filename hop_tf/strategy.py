@@ -113,19 +113,17 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         patience_seconds = _checked_patience(patience_seconds, self._options.timeout_seconds, continue_without_lost)
         if cluster.world_size > 1 and cluster.make_transport is None:
             check_own_name(cluster.all_addresses, cluster.number, self._options.timeout_seconds)
-        self._plugins = requested_plugins(cluster.rank, cluster.world_size)
         self.training = TrainingRun(
             self,
             rank=cluster.rank,
             world_size=cluster.world_size,
             skips_steps=skips_steps,
             joins_at_once=joins_at_once,
-            after_fit=self._after_fit,
             write_report=lambda: self._writer.write(),
             shares=shares,
             roster=roster,
             may_fall_behind=patience_seconds is not None,
-            plugins=self._plugins,
+            plugins=requested_plugins(cluster.rank, cluster.world_size),
         )
         super().__init__(make_extended(self, self.training, devices))
         self.training.replicas.num_devices = len(self.extended.worker_devices)
@@ -177,7 +175,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def _worker(self) -> Worker | None:
         return self.training.worker
 
-    # What users call.
+    # For users.
 
     @property
     def cluster_resolver(self):
@@ -422,10 +420,6 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def gather(self, value, axis):
         """Concatenates a tensor of all ranks along `axis`, in their order; see `reduce`."""
         return super().gather(value, axis)
-
-    def _after_fit(self) -> None:
-        for plugin in self._plugins:
-            plugin.after_fit(self)
 
 
 def training_cluster(resolver: tf.distribute.cluster_resolver.ClusterResolver | None, strategy: str) -> Cluster:

@@ -183,7 +183,7 @@ class Autotuner:
         self._age = 0
         # After a change, the next times are those of a step before it.
         self._num_stale = int(setting != self.setting)
-        self._least_heard: Times | None = None
+        self._heard: list[Times] = []  # The least times so far, if any.
         self.setting = setting
         # A program that has just begun is slow, and the first steps of a wider pipe wait for nothing.
         is_slow = self._is_exploring and not self._results
@@ -226,16 +226,16 @@ class Autotuner:
         # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
         times = Times(sum(periods), min(exchanges[rank] for rank in present) * len(present))
         if self._age > self._num_stale:
-            self._least_heard = times if self._least_heard is None else _least([times, self._least_heard])
+            self._heard = [_least([times, *self._heard])]
         if self._age > self._num_rounds(self._scaled(self._num_skipped), at_least=2):
             self._measured.append(times)
             self._look()
 
     def _scaled(self, number: int) -> int:
         """A number of steps, if ranks explore and all steps so far took long."""
-        if not self._is_exploring or self._least_heard is None:
+        if not self._is_exploring or not self._heard:
             return number
-        return self._pace.scaled(number, self._least_heard.period)
+        return self._pace.scaled(number, self._heard[0].period)
 
     def _num_rounds(self, number: int, at_least: int) -> int:
         """The rounds of so many steps."""
@@ -276,8 +276,7 @@ class Autotuner:
         setting = self.setting
         before = [self._results[setting]] if setting in self._results else []
         self._results[setting] = _least([self._median(), *before])
-        heard = [] if self._least_heard is None else [self._least_heard]
-        self._least[setting] = _least([*self._measured, *heard, *before])
+        self._least[setting] = _least([*self._measured, *self._heard, *before])
 
     def _median(self) -> Times:
         return Times(*map(statistics.median, zip(*self._measured, strict=True)))

@@ -7,7 +7,7 @@ in it. When the mean over all ranks arrives, maybe many steps later, it is merge
 
     merged  <-  merged + mean(changes)                    or     the outer optimizer's update with  -mean(changes)
 
-What is merged is kept, and moved by means only. So it is equal to the bit on all ranks, and so are weights whenever
+The merged values are kept, and moved by means only. So it is equal to the bit on all ranks, and so are weights whenever
 nothing of their own is left over. Without delay and with windows of several steps this is local SGD; with an outer
 optimizer DiLoCo; with one and a delay its eager form.
 
@@ -93,7 +93,7 @@ class OuterSteps:
           choose: As of `LateChanges.take`, of the variables that are trained: what stays is changed in a later window.
 
         Returns:
-          What this rank has changed of each variable.
+          The changes of each variable by this rank.
         """
 
         def choose_all(changes: list[tf.Tensor]) -> list:

@@ -69,7 +69,6 @@ class TrainingRun(TrainingHooks):
       world_size: Number of ranks.
       skips_steps: See `ExchangeStrategy`.
       joins_at_once: See `ExchangeStrategy`.
-      after_fit: Called when a `fit` has ended well.
       write_report: Called when a `fit` has ended, even by an error.
       shares: The part of a batch that each rank takes. Default: equal parts, and ranks do not weigh by rows.
       roster: The ranks that share each batch, if others take over the rows of a lost rank. Default: all ranks share it.
@@ -94,7 +93,6 @@ class TrainingRun(TrainingHooks):
         world_size: int,
         skips_steps: str,
         joins_at_once: bool,
-        after_fit: Callable[[], None],
         write_report: Callable[[], None],
         shares: BatchShares | None = None,
         roster: Roster | None = None,
@@ -103,7 +101,6 @@ class TrainingRun(TrainingHooks):
     ):
         self._scheme = scheme
         self._plugins = plugins
-        self._after_fit = after_fit
         self._write_report = write_report
         self._rank = rank
         self._world_size = world_size
@@ -173,7 +170,8 @@ class TrainingRun(TrainingHooks):
         else:
             with ending_search(callbacks):
                 yield from self._fit_session(x, callbacks)
-        self._after_fit()
+        for plugin in self._plugins:
+            plugin.after_fit(self._scheme)
 
     def _fit_session(self, x, callbacks) -> Iterator[None]:
         self.require_outside_fit("fit")

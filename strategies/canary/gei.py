@@ -206,8 +206,8 @@ class GEIMatrix:
     def absorb(self, other: GEIRows) -> None:
         """Takes over the bits and counts of another matrix, because all that was merged there has now been merged here.
 
-        What was merged here should have been merged there, too. Otherwise only bits of iterations that are newer than
-        all in the other matrix stay. Rows that were freed there are freed here.
+        Contributions that were merged here should have been merged there, too. Otherwise only bits of iterations that
+        are newer than all in the other matrix stay. Rows that were freed there are freed here.
         """
         if other.iterations.size:
             self._first = max(self._first, int(other.iterations[0]))

@@ -121,9 +121,9 @@ class CanaryStrategy(ExchangeStrategy):
         used by "bsp". Default 50.
       low_rank: r, with "bsp" only: mean gradients of large dense kernels and embeddings travel as factors of r columns.
         Large means 16,384 values or more, and at least four times as many as the factors have. Ranks find the factors
-        together (PowerSGD), and the codec shortens them. What is lost is added to the next gradient. A rest at the end
-        of `fit` goes with the first steps of the next one. For weights that are equal to the bit, processors must
-        compute alike. Default None: gradients travel as they are.
+        together (PowerSGD), and the codec shortens them. The part that they lack is added to the next gradient. A rest
+        at the end of `fit` goes with the first steps of the next one. For weights that are equal to the bit, processors
+        must compute alike. Default None: gradients travel as they are.
       interfaces: This machine's address on each of its interfaces: `beta` addresses for a BCube, otherwise one. With
         "bsp" and algorithm="auto", several are for the BCube that ranks may choose. If they do not choose it, only the
         first address is used. If an address cannot reach a rank, the cluster's address is used, with a warning. Takes

@@ -205,7 +205,7 @@ class DTSExchange(AveragingExchange):
             self.rows = WindowRows()
 
     def _make_mean(self, context: ExchangeContext, name: str, way: Way) -> AllReduce:
-        selection = self._settings.selection  # What it leaves out was left out in the graph.
+        selection = self._settings.selection  # The graph has left out the other values.
         codec = way.codec if selection is None else selection.selected()
         return context.make_all_reduce(name, context.packing, codec, way.algorithm)
 

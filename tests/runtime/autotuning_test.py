@@ -112,7 +112,7 @@ class WindowsTest(parameterized.TestCase):
         world.step(100)
         self.assertEqual(world.setting, Setting(_MESH, 1 + 2))
         for sending, expected in (
-            ((0.2, 0.2, 0.045, 0.045), Setting(_INT8, 1 + 4)),
+            ((0.2, 0.2, 0.05, 0.06), Setting(_INT8, 1 + 5)),
             ((0.02,) * 4, Setting(_MESH, 1 + 2)),
         ):
             world.sending = sending

@@ -1,7 +1,7 @@
 """Emulated compute in the training graph: steps that take longer without using the processor.
 
 With `hop_tf launch --step_seconds` and `--slowdown`, a rank's gradients arrive no sooner than the emulated time after
-the start of the step. What a scheme sends at the start of a step leaves at the start, as it would with real compute.
+the start of the step. Messages that a scheme sends at the start of a step leave then, as they would with real compute.
 So the behaviour of many uneven machines can be studied on few cores.
 """
 
