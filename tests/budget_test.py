@@ -21,7 +21,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.tools.testing import InProcessCluster
-from support import MEMBERS, NUM_RANKS
+from support import MEMBERS, NUM_RANKS, undisturbed_times
 
 _NUM_INPUTS, _NUM_OUTPUTS = 64, 32
 _NUM_LAYERS = 20
@@ -48,11 +48,12 @@ class Cost:
     threads: float
 
 
-# Upper bounds. Asynchronous strategies differ from step to step, and threads wait now and then: both need some room.
+# Upper bounds. Asynchronous strategies differ from step to step, and threads wait more often on a busy machine: both
+# need some room.
 _BUDGET = {
-    "pipe_sgd": Cost(messages=2.1, num_bytes=8700, calls=520, operations=118, threads=5),
+    "pipe_sgd": Cost(messages=2.1, num_bytes=8700, calls=570, operations=118, threads=5),
     "hop": Cost(messages=1.1, num_bytes=8400, calls=375, operations=29, threads=5),
-    "dts": Cost(messages=2.1, num_bytes=8700, calls=540, operations=380, threads=5),
+    "dts": Cost(messages=2.1, num_bytes=8700, calls=600, operations=380, threads=5),
     "canary": Cost(messages=2.7, num_bytes=5300, calls=960, operations=290, threads=6),
     "canary_synchronous": Cost(messages=2.1, num_bytes=4600, calls=620, operations=97, threads=5),
     "shat": Cost(messages=1.1, num_bytes=8450, calls=980, operations=132, threads=8),
@@ -163,7 +164,7 @@ def _cost(name):
         return *((long - short) - (short - start)) / (_LONG - _SHORT), num_operations, len(own_threads)
 
     _operations_alone()
-    with _Calls() as calls, _Operations() as operations:
+    with _Calls() as calls, _Operations() as operations, undisturbed_times():
         *of_steps, threads = np.max(MEMBERS[name].run(run), axis=0)
     return Cost(*of_steps, threads=threads / NUM_RANKS)
 
