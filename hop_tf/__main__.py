@@ -15,11 +15,11 @@ from hop_tf.version import __version__
 # TensorFlow, which takes seconds, only after it has read its arguments.
 _COMMANDS = {
     "launch": ("hop_tf.tools.commands.launch", "start a training script on several workers, here or over ssh"),
-    "timeline": ("hop_tf.tools.commands.timeline", "write one trace of all ranks, from what they have recorded"),
-    "diagnose": ("hop_tf.tools.commands.diagnose", "say where the time of a job went, and what would help"),
+    "timeline": ("hop_tf.tools.commands.timeline", "write one trace of all ranks, from their records"),
+    "diagnose": ("hop_tf.tools.commands.diagnose", "find where the time of a job went, and suggest changes"),
     "supervise": ("hop_tf.tools.commands.supervise", "show what the ranks of a running job do"),
-    "plan": ("hop_tf.tools.commands.plan", "start it, measure, and tell which strategy suits it best"),
-    "serve": ("hop_tf.tools.commands.serve", "be a parameter server, until the workers are done"),
+    "plan": ("hop_tf.tools.commands.plan", "start a script, measure, and recommend strategies"),
+    "serve": ("hop_tf.tools.commands.serve", "run a parameter server, until the workers are done"),
 }
 
 

@@ -36,17 +36,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="hop_tf diagnose", description="Say where the time of a job goes, who holds up whom, and what would help."
+        prog="hop_tf diagnose",
+        description="Find where the time of a job goes, and which ranks and links hold it up.",
     )
     parser.add_argument(
         "what",
         nargs="+",
+        metavar="log_dir|host:port",
         help="directory of the records: CommunicationOptions(log_dir=...) of the job. Or host:port of each rank of a "
-        "job that runs",
+        "running job",
     )
-    parser.add_argument("--html", metavar="FILE", help="of records: write a page with pictures, too")
+    parser.add_argument("--html", metavar="FILE", help="with records: write a page with pictures, too")
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="of a running job: how long to look at it (default 10)"
+        "--seconds", type=float, default=10.0, help="with a running job: time to look at it (default 10)"
     )
     running_ranks.add_arguments(parser)
     arguments = parser.parse_args(argv)

@@ -16,27 +16,27 @@ from hop_tf.tools.processes.hosts import DEFAULT_FIRST_PORT, HostOptions, parse_
 from hop_tf.tools.processes.local_cluster import make_tasks
 
 _DESCRIPTION = """\
-Starts a training script once per worker, each with its own TF_CONFIG, and sees the job through: on this machine, or
-with --hosts on several ones, over ssh.
+Starts a training script once per worker, each with its own TF_CONFIG, and waits until the job has ended: on this
+machine, or with --hosts on several ones, over ssh.
 
-Lines of all processes are printed with the process's name, and written to a log file each. The first process that
-fails is named at the end, its exit code (128 + signal number if a signal ended it) becomes the launcher's, and the
-others are ended, unless --keep_going or --restart is given. The job is done when all workers are: parameter servers
-are ended then. Ctrl-C is passed on to all processes; a second one ends them. No process survives the launcher.
+The launcher prints the lines of all processes with the process's name, and writes a log file for each. If a process
+fails, the launcher ends the others, unless --keep_going or --restart is given. It names the process that failed first,
+and returns its exit code (128 + signal number if a signal ended it). When all workers are done, it ends the parameter
+servers. It passes Ctrl-C on to all processes; a second one ends them. No process survives the launcher.
 """
 _EPILOG = """\
-Each worker is given its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and,
-where there are several GPUs, its part of them (CUDA_VISIBLE_DEVICES). What is set already is respected. Parameter
-servers get no GPU.
+Each worker gets its share of the cores (OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS) and, if there
+are several GPUs, its part of them (CUDA_VISIBLE_DEVICES). Variables that you have set stay. Parameter servers get no
+GPU.
 
 With --hosts, nothing is copied: the working directory, the script and the interpreter must be at the same paths on all
-machines, and ssh must log in without a question. Processes there get no variables of this one but those of --env.
+machines, and ssh must log in without a question. Of your variables, processes there get only those of --env.
 """
 _PLAN_DESCRIPTION = """\
 Compares the five strategies for a training script, and prints the three best. It starts the script, as hop_tf launch
 does. When its first fit has ended, the ranks measure their links and steps. The options are those of hop_tf launch.
 
-With --num_parameters nothing is started, and all numbers are given: see hop_tf plan --num_parameters=1 --help.
+With --num_parameters it starts nothing, and takes numbers of yours: see hop_tf plan --num_parameters=1 --help.
 
 """
 
@@ -129,20 +129,20 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--num_workers", type=int, help="number of workers (required without --hosts)")
-    add("--hosts", metavar="a,b:4", help="machines to start workers on, with numbers of workers (default: one on each)")
+    add("--hosts", metavar="a,b:4", help="machines to start workers on, each with its number of workers (default: one)")
     add(
         "--first_port",
         type=int,
         help=f"with --hosts: port of the first process of each machine (default: {DEFAULT_FIRST_PORT})",
     )
-    add("--ssh", help="with --hosts: the ssh command with options, as 'ssh -p 2222 -i key' (default: ssh)")
+    add("--ssh", help="with --hosts: the ssh command with options, such as 'ssh -p 2222 -i key' (default: ssh)")
     add(
         "--env",
         "-x",
         action="append",
         default=[],
         metavar="NAME[=value]",
-        help="a variable for all processes, with a value, or that which it has here; may be repeated",
+        help="a variable for all processes; without a value, the value here; may be repeated",
     )
     add("--num_ps", type=int, default=0, help="number of parameter servers (default: %(default)s)")
     add(
@@ -154,19 +154,19 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     add(
         "--keep_going",
         action="store_true",
-        help="let the other processes run on when one fails, as for ranks that train on without a lost one",
+        help="let the other processes run on when one fails, for ranks that go on without a lost one",
     )
     add(
         "--restart",
         type=int,
         default=0,
         metavar="TIMES",
-        help="start each process again that fails, so many times, while the others run on (default: %(default)s)",
+        help="start each failed process again, up to this many times, while the others run on (default: %(default)s)",
     )
-    add("--verbose", action="store_true", help="print all lines of all processes: no live table, nothing left out")
+    add("--verbose", action="store_true", help="print all lines of all processes, without a live table")
     add("--timeout_seconds", type=float, help="end the whole job after this time, with exit code 124")
-    add("--python", default=sys.executable, help="Python interpreter of the processes (default: this one's path)")
-    add("--step_seconds", type=float, help="emulate compute: a training step takes at least this long, asleep")
+    add("--python", default=sys.executable, help="Python interpreter of the processes (default: the launcher's own)")
+    add("--step_seconds", type=float, help="emulate computing: a training step takes at least this long, and sleeps")
     add(
         "--slowdown",
         action="append",
@@ -192,8 +192,8 @@ def add_plan_kinds(parser: argparse.ArgumentParser) -> None:
     best, everything, as_json = PLAN_KINDS
     kinds = parser.add_mutually_exclusive_group()
     add = functools.partial(kinds.add_argument, dest="plan_kind", action="store_const", default=best)
-    add("--all", const=everything, help="print all settings that were compared, not only the best")
-    add("--json", const=as_json, help="print all in one line of JSON")
+    add("--all", const=everything, help="print all compared settings, not only the best")
+    add("--json", const=as_json, help="print everything in one line of JSON")
 
 
 def read_options(arguments: argparse.Namespace) -> LaunchOptions:

@@ -62,13 +62,13 @@ class _Find(argparse.Action):
 def _plan_given(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="hop_tf plan",
-        description="Compare strategies on links and machines that are not there yet: nothing is started.",
+        description="Compare strategies on links and machines that you do not have yet. Starts nothing.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--num_workers", type=int, required=True, help="number of workers, at least 2")
     add(_PARAMETERS, type=float, required=True, help="trained parameters, in float32, such as 25e6")
-    add("--step_seconds", type=float, required=True, help="what a step of one worker computes for")
+    add("--step_seconds", type=float, required=True, help="time that a step of one worker computes")
     add(_RATE, type=float, required=True, help="rate of each machine's link, such as 1e9")
     add(_LATENCY, type=float, default=1e-4, help="half a round trip (default: %(default)s)")
     add(

@@ -17,7 +17,7 @@ _CALL_SECONDS = 2.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for connections to ranks."""
-    parser.add_argument("--token", help="the cluster token; default: that in HOP_TF_CLUSTER_TOKEN, if there is one")
+    parser.add_argument("--token", help="the cluster token; default: the variable HOP_TF_CLUSTER_TOKEN, if it is set")
     for name in ("certificate_chain", "private_key", "root_certificates"):
         parser.add_argument(f"--tls_{name}", help="see CommunicationOptions")
 

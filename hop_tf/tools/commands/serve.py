@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Serves as the parameter server that TF_CONFIG names (a task of type "ps") for SHATParameterServerStrategy, until all
-workers have ended. What it is to keep, and with which optimizer, the workers tell; an optimizer of your own must be
-known to Keras here (start your script on the server instead, which imports it).
+workers have ended. The server gets its part of the model, and the optimizer, from the workers. For an optimizer of your
+own, start your script on the server instead, which imports the optimizer's class.
 """
 
 
@@ -55,17 +55,19 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--snapshot_dir", help="directory for snapshots, from which a server goes on that is started again")
-    add("--snapshot_seconds", type=float, help="longest time between two (default: 60.0)")
-    add("--snapshot_pushes", type=int, help="most pushes between two (default: no limit)")
+    add("--snapshot_dir", help="directory for snapshots, from which a restarted server goes on")
+    add("--snapshot_seconds", type=float, help="longest time between two snapshots (default: 60.0)")
+    add("--snapshot_pushes", type=int, help="most pushes between two snapshots (default: no limit)")
     add(
         "--timeout_seconds",
         type=float,
         default=60.0,
         help="silence after which a worker is lost (default: %(default)s)",
     )
-    add("--log_dir", help="directory for records of what the server does (see `hop_tf timeline`)")
-    add("--data_plane", choices=DATA_PLANES, default=DATA_PLANES[0], help="how arrays travel (default: %(default)s)")
+    add("--log_dir", help="directory for the server's records (see `hop_tf timeline`)")
+    add(
+        "--data_plane", choices=DATA_PLANES, default=DATA_PLANES[0], help="connection for arrays (default: %(default)s)"
+    )
     add("--cluster_token_file", help="file that holds the secret of the job")
     for name in ("tls_certificate_chain", "tls_private_key", "tls_root_certificates"):
         add(f"--{name}", help="PEM file; the three go together")

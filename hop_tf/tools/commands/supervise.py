@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hop_tf supervise",
-        description="Show what the ranks of a running job do. Ends when no rank answers any more.",
+        description="Show the steps, waiting and messages of the ranks of a running job, until no rank answers.",
     )
     parser.add_argument(
         "addresses",
@@ -64,7 +64,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="host:port of the ranks, in order; default: those of TF_CONFIG",
     )
     parser.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default 1)")
-    parser.add_argument("--count", type=int, default=0, help="look so many times; default 0: until the job has ended")
+    parser.add_argument("--count", type=int, default=0, help="number of looks; default 0: until the job has ended")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for the first rank (default 60)")
     parser.add_argument("--json", action="store_true", help="print a line of JSON at each look instead of a table")
     running_ranks.add_arguments(parser)
