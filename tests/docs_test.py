@@ -74,6 +74,16 @@ class DocsTest(parameterized.TestCase):
     def test_finds_the_pages(self):
         self.assertGreater(len(_PAGES), 10)
 
+    def test_every_page_is_in_the_index(self):
+        folder = _ROOT / "docs"
+        pages = [str(page.relative_to(folder).with_suffix("")) for page in folder.rglob("*.md")]
+        lines = (folder / "index.md").read_text().splitlines()
+        self.assertContainsSubset(set(pages) - {"index"}, lines)
+
+    def test_the_glossary_defines_the_words(self):
+        for page in _PAGES:
+            self.assertNotRegex(page.read_text(), r"[Aa] \*rank\*( or \*worker\*)? is\b", page.name)
+
     def test_every_example_is_on_the_map(self):
         text = (_ROOT / "examples" / "README.md").read_text()
         files = [path.name for pattern in ("*.py", "*.ipynb") for path in (_ROOT / "examples").glob(pattern)]
