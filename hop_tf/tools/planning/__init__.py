@@ -1,6 +1,7 @@
 """The choice of a strategy: the costs of settings of all five on given links, with steps of given durations.
 
-candidates   the settings that are compared, and the model or simulation of each
+candidates   the settings that are compared
+outcomes     the costs of a step under each strategy: the model or simulation of each
 accuracy     the measured changes of accuracy with some settings
 comparison   the costs of all settings, and the best ones
 """

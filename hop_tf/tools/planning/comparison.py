@@ -21,11 +21,12 @@ class Prediction:
     """The predicted costs of settings.
 
     Attributes:
-      name, strategy, call, bytes_per_step, is_simulated, needs, changes: See `Candidate`.
+      name, strategy, call, is_simulated, needs, changes: See `Candidate`.
       step_seconds: Duration of a step of `fit`, with the measured steps of the ranks.
       trained_share: The share of all batches that are trained on.
       alike_seconds: Duration of a step if all ranks were like most of them.
-      memory_bytes: Memory of a rank in addition to that of training alone. See `hop_tf.planning.candidates`.
+      bytes_per_step: The bytes that a rank sends in a step.
+      memory_bytes: Memory of a rank in addition to that of training alone. See `hop_tf.tools.planning.outcomes`.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Prediction:
 def compare(measurement: Measurement) -> list[Prediction]:
     """Predicts the costs of all settings, those that change training least first.
 
-    Takes some seconds with many ranks: see `hop_tf.planning.candidates`.
+    Takes some seconds with many ranks, because Hop is simulated.
 
     Args:
       measurement: The links and steps, measured (`hop_tf.timing.measure`) or assumed.
@@ -69,18 +70,14 @@ def predict(candidate: Candidate, measurement: Measurement) -> Prediction:
     alike = np.full((measurement.world_size, _NUM_STEPS), measurement.typical_step.seconds)
     if_alike = candidate.outcome(alike)
     found = candidate.outcome(measurement.durations(_NUM_STEPS)) if measurement.rank_seconds else if_alike
+    about = ("name", "strategy", "call", "changes", "is_simulated", "needs")
     return Prediction(
-        name=candidate.name,
-        strategy=candidate.strategy,
-        call=candidate.call,
+        **{name: getattr(candidate, name) for name in about},
         step_seconds=found.step_seconds,
         trained_share=found.trained_share,
         alike_seconds=if_alike.step_seconds,
-        bytes_per_step=candidate.bytes_per_step,
+        bytes_per_step=found.bytes_per_step,
         memory_bytes=found.memory * measurement.num_bytes,
-        changes=candidate.changes,
-        is_simulated=candidate.is_simulated,
-        needs=candidate.needs,
     )
 
 

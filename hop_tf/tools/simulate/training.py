@@ -52,6 +52,13 @@ class Links:
     bytes_per_second: np.ndarray
     card_bytes_per_second: np.ndarray | None = None
 
+    @classmethod
+    def alike(cls, world_size: int, latency_seconds: float, seconds_per_byte: float) -> Links:
+        """The links of ranks with equal cards, which are the limit."""
+        rate = 1 / seconds_per_byte if seconds_per_byte else math.inf
+        shape = (world_size, world_size)
+        return cls(np.full(shape, latency_seconds), np.full(shape, math.inf), np.full(world_size, rate))
+
     def latency(self, sender: int, receiver: int, num_bytes: int) -> float:
         """The latency of a message, as `link_seconds` of `VirtualCluster`."""
         return float(self.latency_seconds[sender, receiver])

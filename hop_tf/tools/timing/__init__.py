@@ -1,11 +1,11 @@
 """Step times by the papers' models, and the settings that the models recommend.
 
     costs                the costs of computation and communication
-    pipe_sgd             Pipe-SGD: Equations 2 to 7
-    dts                  DTS: Table 1
+    pipe_sgd             Pipe-SGD: predictions and recommended settings
+    dts                  DTS: predictions
     dts_recommendation   the recommended settings of DTS
     measurement          predictions and recommendations for a live cluster
-    schedules            steps of ranks that are not alike
+    schedules            the engine: steps of ranks on links that are alike
 
 All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.
 """
@@ -18,19 +18,20 @@ from hop_tf.tools.timing.costs import (
     sent_bytes,
     way_of,
 )
-from hop_tf.tools.timing.dts import DTSPlan, bytes_per_step, non_computing_seconds, predict_dts
+from hop_tf.tools.timing.dts import DTSPlan, predict_dts
 from hop_tf.tools.timing.dts_recommendation import recommend_dts
 from hop_tf.tools.timing.measurement import MEASURED_CODECS, Measurement, measure
 from hop_tf.tools.timing.pipe_sgd import (
     Plan,
-    pipelined_step_seconds,
     predict,
     recommend,
-    segmented_step_seconds,
-    synchronous_step_seconds,
-    unlimited_step_seconds,
 )
-from hop_tf.tools.timing.schedules import free_running_seconds, lock_step_seconds, server_seconds
+from hop_tf.tools.timing.schedules import (
+    free_running_seconds,
+    lock_step_seconds,
+    non_computing_seconds,
+    server_seconds,
+)
 
 __all__ = [
     "MEASURED_CODECS",
@@ -39,22 +40,17 @@ __all__ = [
     "NetworkCosts",
     "Plan",
     "Step",
-    "bytes_per_step",
     "communication_seconds",
     "free_running_seconds",
     "lock_step_seconds",
     "measure",
     "non_computing_seconds",
-    "pipelined_step_seconds",
     "predict",
     "predict_dts",
     "recommend",
     "recommend_dts",
     "scaling_efficiency",
-    "segmented_step_seconds",
     "sent_bytes",
     "server_seconds",
-    "synchronous_step_seconds",
-    "unlimited_step_seconds",
     "way_of",
 ]

@@ -133,9 +133,57 @@ def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", by
     return num_bytes * _way(algorithm, world_size, bytes_per_byte).sent
 
 
-def num_messages(algorithm: str, world_size: int) -> int:
-    """The messages that follow each other in an all-reduce [R]. Arguments and errors as of `communication_seconds`."""
-    return _way(algorithm, world_size, 1.0).num_messages
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """The costs of an all-reduce.
+
+    Attributes:
+      sent_bytes: The bytes that a rank sends, and receives.
+      num_turns: The number of messages that follow each other [R].
+      seconds: Its duration with idle links [l_comm].
+      sending_seconds: The part of `seconds` in which the links, or the codec, are occupied.
+    """
+
+    sent_bytes: float
+    num_turns: int
+    seconds: float
+    sending_seconds: float
+
+
+def all_reduce(
+    network: NetworkCosts,
+    codec: Codec,
+    *,
+    world_size: int,
+    num_bytes: float,
+    algorithm: str,
+    bytes_per_value: float = FLOAT32_BYTES,
+    **more,
+) -> AllReduce:
+    """The costs of an all-reduce with a codec.
+
+    Args:
+      network: The costs of communication.
+      codec: The codec.
+      world_size: Number of ranks.
+      num_bytes: Size of the vector as float32.
+      algorithm: "mesh" or "ring", for vectors that are not sparse.
+      bytes_per_value: Bytes of a value that does not pass through a codec.
+      **more: Further arguments of `communication_seconds`.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    way, bytes_per_byte = way_of(codec, algorithm, world_size, bytes_per_value)
+    of_vector = {"world_size": world_size, "num_bytes": num_bytes, "algorithm": way, "bytes_per_byte": bytes_per_byte}
+    at_once = dataclasses.replace(network, latency_seconds=0.0, synchronization_seconds=0.0)
+    seconds, sending_seconds = (communication_seconds(each, **of_vector, **more) for each in (network, at_once))
+    return AllReduce(
+        sent_bytes=sent_bytes(**of_vector),
+        num_turns=_way(way, world_size, bytes_per_byte).num_messages,
+        seconds=seconds,
+        sending_seconds=sending_seconds,
+    )
 
 
 def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float) -> tuple[str, float]:

@@ -24,94 +24,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from hop_tf import codecs
-from hop_tf.arguments import check_integer
-from hop_tf.tools.timing.costs import (
-    FLOAT32_BYTES,
-    NetworkCosts,
-    Step,
-    check_not_negative,
-    communication_seconds,
-    scaling_efficiency,
-    sent_bytes,
-    way_of,
-)
+from hop_tf.tools.timing.costs import FLOAT32_BYTES, NetworkCosts, Step, all_reduce, scaling_efficiency
+from hop_tf.tools.timing.schedules import lock_step_seconds, non_computing_seconds
 
 CODECS = ("identity", "int8", "top_k")
-
-
-def bytes_per_step(
-    num_bytes: float,
-    *,
-    world_size: int,
-    interval: int = 1,
-    algorithm: str = "mesh",
-    bytes_per_byte: float = 1.0,
-) -> float:
-    """The bytes that a rank sends, and receives, per step [Table 1, first column, times T_training].
-
-    They are 2 (n - 1) / n |w| r / p, or (n - 1) |w| r / p by an all-gather. The delay does not matter.
-
-    Args:
-      num_bytes: Size of the gradients as float32 [|w|].
-      world_size: Number of ranks [n].
-      interval: Steps of a window [p]; 1 for synchronous SGD.
-      algorithm: "mesh", "ring" or "all_gather".
-      bytes_per_byte: Encoded bytes per byte of float32 [r].
-
-    Returns:
-      Bytes without headers of messages; 0 in a world of one.
-
-    Raises:
-      ValueError: If an argument is out of range.
-    """
-    check_integer("interval", interval, at_least=1)
-    return sent_bytes(num_bytes, world_size=world_size, algorithm=algorithm, bytes_per_byte=bytes_per_byte) / interval
-
-
-def non_computing_seconds(
-    *,
-    compute_seconds: float,
-    window_seconds: float,
-    sending_seconds: float = 0.0,
-    overlap_seconds: float = 0.0,
-    delay: int = 0,
-    interval: int = 1,
-) -> float:
-    """The time per step in which a rank does not compute, in the long run [Table 1, second column].
-
-    The larger of two terms, for latency and bandwidth:
-
-        max(0, T_communicate - T_overlap - D T_compute) / (p q)     with q = floor(D / p) + 1
-        max(0, T_send / p - T_compute)
-
-    q is the number of windows in flight: while a rank waits for one window, the following ones come closer, too. With
-    D < p the first line is the paper's. The paper leaves out the second line: with any delay, a window's bytes must
-    leave while the next window's p steps are computed.
-
-    Args:
-      compute_seconds: Duration of a step without any waiting [T_compute].
-      window_seconds: Time from a window's end until its mean is there, with idle links [T_communicate].
-      sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied [T_send].
-      overlap_seconds: The part of `window_seconds` during the last step's back-propagation [T_overlap].
-      delay: Steps from a window's end until its mean is due [D, the paper's t].
-      interval: Steps of a window [p].
-
-    Returns:
-      Seconds.
-
-    Raises:
-      ValueError: If an argument is out of range.
-    """
-    check_not_negative("compute_seconds", compute_seconds)
-    check_not_negative("window_seconds", window_seconds)
-    check_not_negative("sending_seconds", sending_seconds)
-    check_not_negative("overlap_seconds", overlap_seconds)
-    check_integer("delay", delay, at_least=0)
-    check_integer("interval", interval, at_least=1)
-    num_under_way = delay // interval + 1
-    latency = (window_seconds - overlap_seconds - delay * compute_seconds) / (interval * num_under_way)
-    return max(0.0, latency, sending_seconds / interval - compute_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +76,7 @@ def predict_dts(
     algorithm: str = "mesh",
     codec_seconds_per_byte: float = 0.0,
     bytes_per_value: float = FLOAT32_BYTES,
+    durations: np.ndarray | None = None,
 ) -> DTSPlan:
     """Predicts the times of settings. A window leaves when its last step has ended: nothing overlaps.
 
@@ -174,6 +94,8 @@ def predict_dts(
       algorithm: "mesh" or "ring".
       codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the vectors.
       bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
+      durations: Array [n, T], the seconds for which each rank computes in each step. See `lock_step_seconds`. Default:
+        all ranks take `step`, in the long run, and windows in flight do not wait for each other's messages.
 
     Returns:
       The settings with their times.
@@ -182,44 +104,35 @@ def predict_dts(
       ValueError: If an argument is out of range.
     """
     codec = codecs.get(codec)
-    way, bytes_per_byte = way_of(codec, algorithm, world_size, bytes_per_value)
-
-    def seconds(network: NetworkCosts) -> float:
-        return communication_seconds(
-            network,
-            world_size=world_size,
-            num_bytes=num_bytes,
-            algorithm=way,
-            bytes_per_byte=bytes_per_byte,
-            codec_seconds_per_byte=codec_seconds_per_byte,
-        )
-
-    compute_seconds = step.seconds
-    if isinstance(codec, codecs.TopK):
-        compute_seconds += num_bytes * codec_seconds_per_byte / interval
-    window_seconds = seconds(network)
-    sending_seconds = seconds(dataclasses.replace(network, latency_seconds=0.0, synchronization_seconds=0.0))
-    step_seconds = compute_seconds + non_computing_seconds(
-        compute_seconds=compute_seconds,
-        window_seconds=window_seconds,
-        sending_seconds=sending_seconds,
-        delay=delay,
-        interval=interval,
+    vector = all_reduce(
+        network,
+        codec,
+        world_size=world_size,
+        num_bytes=num_bytes,
+        algorithm=algorithm,
+        codec_seconds_per_byte=codec_seconds_per_byte,
+        bytes_per_value=bytes_per_value,
     )
+    windows = {"delay": delay, "interval": interval, "sending_seconds": vector.sending_seconds}
+    selecting = num_bytes * codec_seconds_per_byte / interval if isinstance(codec, codecs.TopK) else 0.0
+    compute_seconds = step.seconds + selecting
+    if durations is None:
+        step_seconds = compute_seconds + non_computing_seconds(
+            compute_seconds=compute_seconds, window_seconds=vector.seconds, **windows
+        )
+    else:
+        latency = vector.seconds - vector.sending_seconds
+        step_seconds = lock_step_seconds(
+            durations + selecting, latency_seconds=latency, num_turns=vector.num_turns, **windows
+        )
     return DTSPlan(
         delay=delay,
         interval=interval,
         codec=codec.name,
         algorithm=algorithm,
-        bytes_per_step=bytes_per_step(
-            num_bytes,
-            world_size=world_size,
-            interval=interval,
-            algorithm=way,
-            bytes_per_byte=bytes_per_byte,
-        ),
-        window_seconds=window_seconds,
-        sending_seconds=sending_seconds,
+        bytes_per_step=vector.sent_bytes / interval,
+        window_seconds=vector.seconds,
+        sending_seconds=vector.sending_seconds,
         compute_seconds=compute_seconds,
         step_seconds=step_seconds,
         scaling_efficiency=scaling_efficiency(step, step_seconds),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from collections.abc import Iterable, Mapping
 
-from hop_tf import codecs
+import numpy as np
+
 from hop_tf.arguments import check_integer
 from hop_tf.strategies.dts.windows import MAX_WINDOWS, num_windows
 from hop_tf.tools.timing.costs import (
@@ -17,17 +17,14 @@ from hop_tf.tools.timing.costs import (
     NetworkCosts,
     Step,
     check_codec_names,
-    num_messages,
-    scaling_efficiency,
-    way_of,
 )
 from hop_tf.tools.timing.dts import CODECS, DTSPlan, predict_dts
 
 # The largest values of the paper's Table 2 (a).
 _MAX_DELAY, _MAX_INTERVAL = 20, 12
 _SYNCHRONOUS = (0, 1)
-# The cycles until a schedule has settled, and those that are measured then.
-_SETTLING_CYCLES, _CYCLES = 10, 6
+# A schedule repeats itself after a cycle. In the first half of these cycles it settles.
+_CYCLES = 16
 
 
 def recommend_dts(
@@ -81,11 +78,11 @@ def recommend_dts(
     check_integer("max_interval", max_interval, at_least=1)
     codec_names = check_codec_names(codec_names)
     costs = codec_seconds_per_byte or {}
-    delays = itertools.product(range(max_delay + 1), range(1, max_interval + 1))
-    delays = sorted((each for each in delays if num_windows(*each) <= MAX_WINDOWS), key=lambda each: (sum(each), each))
     sizes = {"world_size": world_size, "num_bytes": num_bytes, "bytes_per_value": bytes_per_value}
-    plans = [
-        predict_dts(
+
+    def predict(settings: tuple, durations: np.ndarray | None = None) -> DTSPlan:
+        codec, (delay, interval), algorithm = settings
+        return predict_dts(
             network,
             step,
             delay=delay,
@@ -93,88 +90,35 @@ def recommend_dts(
             codec=codec,
             algorithm=algorithm,
             codec_seconds_per_byte=costs.get(codec, 0.0),
+            durations=durations,
             **sizes,
         )
-        for codec, (delay, interval), algorithm in itertools.product(codec_names, delays, ALGORITHMS)
-    ]
+
+    def schedule(plan: DTSPlan) -> DTSPlan:
+        if plan.delay < plan.interval:  # No two windows share the links.
+            return plan
+        num_steps = _CYCLES * (plan.delay // plan.interval + 1) * plan.interval
+        settings = plan.codec, (plan.delay, plan.interval), plan.algorithm
+        return predict(settings, np.full((1, num_steps), step.seconds))
+
+    delays = itertools.product(range(max_delay + 1), range(1, max_interval + 1))
+    delays = sorted((each for each in delays if num_windows(*each) <= MAX_WINDOWS), key=lambda each: (sum(each), each))
+    plans = [predict(settings) for settings in itertools.product(codec_names, delays, ALGORITHMS)]
     highest = max(plan.scaling_efficiency for plan in plans)
     enough = target_efficiency if highest >= target_efficiency else highest / (1 + RESOLUTION)
-    best = _first_scheduled([plan for plan in plans if plan.scaling_efficiency >= enough], step, world_size, enough)
+    good = [plan for plan in plans if plan.scaling_efficiency >= enough]
+    best = _first(map(schedule, good), enough)
     return dataclasses.replace(best, reason=_reason(step, plans, best, target_efficiency))
 
 
-def _first_scheduled(plans: list[DTSPlan], step: Step, world_size: int, enough: float) -> DTSPlan:
-    """The first plan that is efficient enough by its schedule, or otherwise the most efficient one."""
-    scheduled = []
+def _first(plans: Iterable[DTSPlan], enough: float) -> DTSPlan:
+    """The first plan that is efficient enough, or otherwise the most efficient one. Takes no more plans than needed."""
+    seen = []
     for plan in plans:
-        scheduled.append(_scheduled(plan, step, world_size))
-        if scheduled[-1].scaling_efficiency >= enough:
-            return scheduled[-1]
-    return max(scheduled, key=lambda plan: plan.scaling_efficiency)
-
-
-def _scheduled(plan: DTSPlan, step: Step, world_size: int) -> DTSPlan:
-    """Returns the plan with the times of its schedule, if windows share the links."""
-    if plan.delay < plan.interval:
-        return plan
-    # The way that `predict_dts` takes: an all-gather is one message.
-    way = way_of(codecs.get(plan.codec), plan.algorithm, world_size, FLOAT32_BYTES)[0]
-    step_seconds = scheduled_step_seconds(
-        plan.compute_seconds,
-        delay=plan.delay,
-        interval=plan.interval,
-        window_seconds=plan.window_seconds,
-        sending_seconds=plan.sending_seconds,
-        num_turns=num_messages(way, world_size),
-    )
-    return dataclasses.replace(
-        plan, step_seconds=step_seconds, scaling_efficiency=scaling_efficiency(step, step_seconds)
-    )
-
-
-def scheduled_step_seconds(
-    compute_seconds: float,
-    *,
-    delay: int,
-    interval: int,
-    window_seconds: float,
-    sending_seconds: float,
-    num_turns: int,
-) -> float:
-    """Duration of a step in the long run, event by event.
-
-    A window takes turns. The bytes of a turn leave in the order in which all windows' turns begin. They arrive a
-    latency later, and the window's next turn begins.
-
-    Args:
-      compute_seconds: Duration of a step without any waiting.
-      delay: D.
-      interval: p.
-      window_seconds: Time from a window's end until its mean is there, with idle links.
-      sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied.
-      num_turns: The number of messages of a window that follow each other.
-
-    Returns:
-      Seconds.
-    """
-    latency, sending = (window_seconds - sending_seconds) / num_turns, sending_seconds / num_turns
-    cycle = (delay // interval + 1) * interval  # The schedule repeats itself after these steps.
-    now, free_at, turns, means, ends = 0.0, 0.0, [], {}, []
-    for num_steps in range(1, (_SETTLING_CYCLES + _CYCLES) * cycle + 1):
-        now += compute_seconds
-        if num_steps % interval == 0:
-            heapq.heappush(turns, (now, num_steps, 1))
-        due = num_steps - delay
-        while due > 0 and due % interval == 0 and due not in means:
-            begin, window, turn = heapq.heappop(turns)
-            free_at = max(begin, free_at) + sending
-            if turn < num_turns:
-                heapq.heappush(turns, (free_at + latency, window, turn + 1))
-            else:
-                means[window] = free_at + latency
-        now = max(now, means.pop(due, 0.0))
-        ends.append(now)
-    return (ends[-1] - ends[_SETTLING_CYCLES * cycle - 1]) / (_CYCLES * cycle)
+        if plan.scaling_efficiency >= enough:
+            return plan
+        seen.append(plan)
+    return max(seen, key=lambda plan: plan.scaling_efficiency)
 
 
 def _reason(step: Step, plans: list[DTSPlan], best: DTSPlan, target_efficiency: float) -> str:

@@ -97,6 +97,11 @@ class Measurement:
         """The measurement with the step of a rank like most others."""
         return dataclasses.replace(self, step=self.typical_step)
 
+    @property
+    def num_float32_bytes(self) -> float:
+        """Bytes of the variables that are exchanged in a step, as float32."""
+        return FLOAT32_BYTES * self.num_bytes / self.bytes_per_value
+
     def durations(self, num_steps: int) -> np.ndarray:
         """Steps of all ranks, drawn from the measured ones: array [world_size, num_steps]. Equal for each call.
 
@@ -149,7 +154,7 @@ class Measurement:
             self.network,
             self.step,
             world_size=self.world_size,
-            num_bytes=FLOAT32_BYTES * self.num_bytes / self.bytes_per_value,
+            num_bytes=self.num_float32_bytes,
             bytes_per_value=self.bytes_per_value,
             **arguments,
         )

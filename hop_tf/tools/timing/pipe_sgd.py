@@ -11,6 +11,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
 from hop_tf.runtime.choosing import choose
@@ -20,81 +22,14 @@ from hop_tf.tools.timing.costs import (
     RESOLUTION,
     NetworkCosts,
     Step,
+    all_reduce,
     check_codec_names,
-    communication_seconds,
     scaling_efficiency,
-    way_of,
 )
+from hop_tf.tools.timing.schedules import lock_step_seconds, non_computing_seconds
 
 CODECS = ("identity", "truncate16", "int8")
 _SEGMENTS = (1, 2, 4)
-
-
-def synchronous_step_seconds(step: Step, communication_seconds: float) -> float:
-    """Equation 2, for one step: update, computation and communication one after the other (D-Sync).
-
-    Args:
-      step: The computation of a step.
-      communication_seconds: Duration of the step's all-reduce [l_comm].
-
-    Returns:
-      Seconds.
-    """
-    return step.seconds + communication_seconds
-
-
-def unlimited_step_seconds(step: Step, communication_seconds: float, pipeline_width: int) -> float:
-    """Equation 3, for one step: as if computers and links could do K steps at once.
-
-    Args:
-      step: The computation of a step.
-      communication_seconds: Duration of the step's all-reduce.
-      pipeline_width: K.
-
-    Returns:
-      Seconds.
-
-    Raises:
-      ValueError: If `pipeline_width` is less than 1.
-    """
-    check_integer("pipeline_width", pipeline_width, at_least=1)
-    return (step.seconds + communication_seconds) / pipeline_width
-
-
-def pipelined_step_seconds(step: Step, communication_seconds: float) -> float:
-    """Equations 4 and 5, for one step: the longer of computation and communication, for any width K >= 2.
-
-    Args:
-      step: The computation of a step.
-      communication_seconds: Duration of the step's all-reduce.
-
-    Returns:
-      Seconds.
-    """
-    return max(step.seconds, communication_seconds)
-
-
-def segmented_step_seconds(step: Step, communication_seconds: float, num_segments: int) -> float:
-    """Equation 6, for one step with K >= 2: computation up to the first segment's gradients, or communication.
-
-    The first of L equal segments is there after 1/L of the backward pass [l_b]. The paper leaves out that a step cannot
-    be shorter than its own computation, so `predict` takes the longer of this and `pipelined_step_seconds`. With
-    K >= 2 segments thus only cost. With K = 1 they hide communication: see `predict`.
-
-    Args:
-      step: The computation of a step.
-      communication_seconds: Duration of the step's all-reduce in L segments.
-      num_segments: L.
-
-    Returns:
-      Seconds.
-
-    Raises:
-      ValueError: If `num_segments` is less than 1.
-    """
-    check_integer("num_segments", num_segments, at_least=1)
-    until_first = step.update_seconds + step.forward_seconds + step.backward_seconds / num_segments
-    return max(until_first, communication_seconds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +41,7 @@ class Plan:
       codec: Name of the codec.
       num_segments: L.
       algorithm: "mesh" or "ring".
+      bytes_per_step: The bytes that a rank sends per step.
       communication_seconds: Duration of an all-reduce.
       step_seconds: Duration of a step.
       scaling_efficiency: See `scaling_efficiency`.
@@ -116,6 +52,7 @@ class Plan:
     codec: str
     num_segments: int
     algorithm: str
+    bytes_per_step: float
     communication_seconds: float
     step_seconds: float
     scaling_efficiency: float
@@ -134,11 +71,14 @@ def predict(
     algorithm: str = "mesh",
     codec_seconds_per_byte: float = 0.0,
     bytes_per_value: float = FLOAT32_BYTES,
+    durations: np.ndarray | None = None,
 ) -> Plan:
     """Predicts the times of settings.
 
     With K = 1 and L segments the first segments travel during the backward pass. The step then takes the longer of two:
     all computation and the last segment's all-reduce, or the computation up to the first segment and all communication.
+    With K >= 2 a step takes the longer of computation and communication [Equations 4 and 5], and segments only cost.
+    (Equation 6 has less computation: the paper leaves out that a step cannot be shorter than all of its own.)
 
     Args:
       network: The costs of communication.
@@ -151,6 +91,8 @@ def predict(
       algorithm: "mesh" or "ring".
       codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the gradients.
       bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
+      durations: Array [n, T], the seconds for which each rank computes in each step. See `lock_step_seconds`. Default:
+        all ranks take `step`, in the long run.
 
     Returns:
       The settings with their times.
@@ -159,32 +101,41 @@ def predict(
       ValueError: If an argument is out of range.
     """
     check_integer("pipeline_width", pipeline_width, at_least=1)
-    codec = codecs.get(codec)
-    way, bytes_per_byte = way_of(codec, algorithm, world_size, bytes_per_value)
-    communication = communication_seconds(
+    codec, delay = codecs.get(codec), pipeline_width - 1
+    vector = all_reduce(
         network,
+        codec,
         world_size=world_size,
         num_bytes=num_bytes,
         num_segments=num_segments,
-        algorithm=way,
-        bytes_per_byte=bytes_per_byte,
+        algorithm=algorithm,
         codec_seconds_per_byte=codec_seconds_per_byte,
+        bytes_per_value=bytes_per_value,
     )
-    if pipeline_width == 1:
-        hidden = step.backward_seconds * (1 - 1 / num_segments)
-        step_seconds = max(
-            step.seconds + communication / num_segments, synchronous_step_seconds(step, communication) - hidden
+    backward_share = step.backward_seconds / step.seconds if step.seconds else 0.0
+    shares_left = [backward_share * (1 - number / num_segments) for number in range(1, num_segments + 1)]
+    if durations is None:
+        step_seconds = step.seconds + non_computing_seconds(
+            compute_seconds=step.seconds,
+            window_seconds=vector.seconds,
+            sending_seconds=vector.seconds,
+            overlap_seconds=min(shares_left[0] * step.seconds, vector.seconds * (1 - 1 / num_segments)),
+            delay=delay,
         )
     else:
-        step_seconds = max(
-            segmented_step_seconds(step, communication, num_segments), pipelined_step_seconds(step, communication)
+        step_seconds = lock_step_seconds(
+            durations,
+            delay=delay,
+            sending_seconds=vector.seconds,
+            shares_left=shares_left,
         )
     return Plan(
         pipeline_width=pipeline_width,
         codec=codec.name,
         num_segments=num_segments,
         algorithm=algorithm,
-        communication_seconds=communication,
+        bytes_per_step=vector.sent_bytes,
+        communication_seconds=vector.seconds,
         step_seconds=step_seconds,
         scaling_efficiency=scaling_efficiency(step, step_seconds),
     )

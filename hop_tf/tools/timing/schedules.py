@@ -1,11 +1,12 @@
-"""Step times if ranks are not alike: schedules of the ranks' waits, event by event.
+"""Step times on links that are alike: schedules of the ranks' waits, event by event.
 
     lock_step_seconds       every rank waits for all others: Pipe-SGD, DTS, synchronous Canary
+    non_computing_seconds   the same if ranks are alike, too, in closed form: quick enough to search through settings
     free_running_seconds    no rank waits for another one's computation: asynchronous Canary
     server_seconds          workers wait only for servers: SHAT
 
-Each takes the durations of steps, an array [n, T]: rank r computes for `durations[r, t]` seconds in its step t, without
-any waiting.
+Schedules take the durations of steps, an array [n, T]: rank r computes for `durations[r, t]` seconds in its step t,
+without any waiting.
 """
 
 from __future__ import annotations
@@ -13,15 +14,61 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 
-from hop_tf.arguments import check_integer, check_share
+from hop_tf.arguments import check_integer
 from hop_tf.tools.timing.costs import check_not_negative
 
 _NUM_ITERATIONS = 100  # Many more than convergence takes.
 _NUM_IN_A_ROW = 2  # As in `hop_tf.strategies.canary.pieces`.
+
+
+def non_computing_seconds(
+    *,
+    compute_seconds: float,
+    window_seconds: float,
+    sending_seconds: float = 0.0,
+    overlap_seconds: float = 0.0,
+    delay: int = 0,
+    interval: int = 1,
+) -> float:
+    """The time per step in which a rank does not compute, in the long run, if ranks are alike [DTS, Table 1].
+
+    The larger of two terms, for latency and bandwidth:
+
+        max(0, T_communicate - T_overlap - D T_compute) / (p q)     with q = floor(D / p) + 1
+        max(0, T_send / p - T_compute)
+
+    q is the number of windows in flight: while a rank waits for one window, the following ones come closer, too. With
+    D < p the first line is the paper's. The paper leaves out the second line: with any delay, a window's bytes must
+    leave while the next window's p steps are computed. With p = 1 and all communication as T_send, D = 0 is Pipe-SGD's
+    Equation 2, and D > 0 its Equations 4 and 5.
+
+    Args:
+      compute_seconds: Duration of a step without any waiting [T_compute].
+      window_seconds: Time from a window's end until its mean is there, with idle links [T_communicate].
+      sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied [T_send].
+      overlap_seconds: The part of `window_seconds` during the last step's back-propagation [T_overlap].
+      delay: Steps from a window's end until its mean is due [D, the paper's t].
+      interval: Steps of a window [p].
+
+    Returns:
+      Seconds.
+
+    Raises:
+      ValueError: If an argument is out of range.
+    """
+    check_not_negative("compute_seconds", compute_seconds)
+    check_not_negative("window_seconds", window_seconds)
+    check_not_negative("sending_seconds", sending_seconds)
+    check_not_negative("overlap_seconds", overlap_seconds)
+    check_integer("delay", delay, at_least=0)
+    check_integer("interval", interval, at_least=1)
+    num_in_flight = delay // interval + 1
+    latency = (window_seconds - overlap_seconds - delay * compute_seconds) / (interval * num_in_flight)
+    return max(0.0, latency, sending_seconds / interval - compute_seconds)
 
 
 def lock_step_seconds(
@@ -31,7 +78,8 @@ def lock_step_seconds(
     interval: int = 1,
     sending_seconds: float = 0.0,
     latency_seconds: float = 0.0,
-    own_share: float = 1.0,
+    num_turns: int = 1,
+    shares_left: Sequence[float] = (0.0,),
 ) -> float:
     """Duration of a step if the mean over all ranks of a window of p steps is due D steps after the window's last step.
 
@@ -42,20 +90,21 @@ def lock_step_seconds(
         e(r, t)   =  max(e(r, t - 1) + c(r, t), sent(t - D) + latency)  if a mean is due at t
 
     D = 0 and p = 1 is synchronous training; D = K - 1 and p = 1 is Pipe-SGD. In Pipe-SGD the communication of a step
-    begins when that of the previous step has ended, so all communication counts as sending. With D = 0, only the part
-    of communication that does not hide behind computation counts.
+    begins when that of the previous step has ended, so all communication counts as sending.
 
-    The rank that is ready last waits for less: the others' messages to each other have arrived, and the rank need not
-    wait until all others have the sums that it makes itself. It has a mean at the earliest after the share `own_share`
-    of sending.
+    A window may take several turns, one after the other. The bytes of a turn leave in the order in which all windows'
+    turns begin. They arrive a latency later, and the window's next turn begins. So with several windows in flight, each
+    waits for the others' bytes once for each of its turns.
 
     Args:
       durations: Seconds, [n, T].
       delay: D.
       interval: p.
       sending_seconds: The time for which a window occupies the links.
-      latency_seconds: The time from then until the window's mean is there.
-      own_share: As above; at most 1.
+      latency_seconds: The further time until the window's mean is there, if no other window is in flight.
+      num_turns: The number of turns of a window.
+      shares_left: A window's vector leaves in equal segments, in this order. By segment, the share of the window's
+        last step that is still to be computed when the segment is ready. Default: one segment, at the end of the step.
 
     Returns:
       Seconds: the mean over the second half of the steps, or the duration of a single step.
@@ -66,29 +115,58 @@ def lock_step_seconds(
     _check_durations(durations)
     check_integer("delay", delay, at_least=0)
     check_integer("interval", interval, at_least=1)
+    check_integer("num_turns", num_turns, at_least=1)
     check_not_negative("sending_seconds", sending_seconds)
     check_not_negative("latency_seconds", latency_seconds)
-    check_share("own_share", own_share)
-    now, free_at, means, ends = np.zeros(len(durations)), 0.0, {}, [0.0]
-    for step, computing in enumerate(durations.T, start=1):
-        now = now + computing
+    links = _SharedLinks(num_turns, sending_seconds / len(shares_left), latency_seconds / len(shares_left))
+    now, ends = [0.0] * len(durations), [0.0]
+    for step, computing in enumerate(durations.T.tolist(), start=1):
+        now = [begin + seconds for begin, seconds in zip(now, computing, strict=True)]
         if step % interval == 0:
-            means[step] = _mean_there(now, free_at, sending_seconds, own_share) + latency_seconds
-            free_at = max(float(now.max()), free_at) + sending_seconds
-        now = np.maximum(now, means.pop(step - delay, 0.0))
-        ends.append(now.mean())
+            for segment, share in enumerate(shares_left):
+                ready = max(end - share * seconds for end, seconds in zip(now, computing, strict=True))
+                links.send((step, segment), ready)
+        due = step - delay
+        if due > 0 and due % interval == 0:
+            there = links.arrival((due, len(shares_left) - 1))
+            now = [max(end, there) for end in now]
+        ends.append(sum(now) / len(now))
     # The counted steps are whole windows, if there are enough steps.
     num_steps = durations.shape[1]
     num_counted = num_steps // 2 // interval * interval or max(1, num_steps - 1)
-    return float(ends[-1] - ends[-1 - num_counted]) / num_counted
+    return (ends[-1] - ends[-1 - num_counted]) / num_counted
 
 
-def _mean_there(ready: np.ndarray, free_at: float, sending_seconds: float, own_share: float) -> np.ndarray:
-    """The times at which each rank has the mean of a window."""
-    before, last = np.sort(ready)[-2:] if len(ready) > 1 else np.repeat(ready, 2)
-    there = np.full(len(ready), max(last, free_at) + sending_seconds)
-    there[np.argmax(ready)] = max(last + own_share * sending_seconds, max(before, free_at) + sending_seconds)
-    return there
+class _SharedLinks:
+    """The links of ranks that average windows together. They carry the bytes of one turn after the other.
+
+    Args:
+      num_turns: The number of turns of a vector.
+      sending_seconds: The time for which a vector occupies the links.
+      latency_seconds: The latencies of all turns together.
+    """
+
+    def __init__(self, num_turns: int, sending_seconds: float, latency_seconds: float):
+        self._num_turns = num_turns
+        self._sending, self._latency = sending_seconds / num_turns, latency_seconds / num_turns
+        self._free_at = 0.0
+        self._turns: list[tuple[float, Hashable, int]] = []
+        self._arrivals: dict[Hashable, float] = {}
+
+    def send(self, vector: Hashable, ready: float) -> None:
+        """Enqueues a vector that is ready on all ranks. Vectors are sent in order."""
+        heapq.heappush(self._turns, (ready, vector, 1))
+
+    def arrival(self, vector: Hashable) -> float:
+        """The time at which the mean of a vector is there. No vectors are sent before that time any more."""
+        while vector not in self._arrivals:
+            begin, other, turn = heapq.heappop(self._turns)
+            self._free_at = max(begin, self._free_at) + self._sending
+            if turn < self._num_turns:
+                heapq.heappush(self._turns, (self._free_at + self._latency, other, turn + 1))
+            else:
+                self._arrivals[other] = self._free_at + self._latency
+        return self._arrivals.pop(vector)
 
 
 def free_running_seconds(

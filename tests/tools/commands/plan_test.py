@@ -268,7 +268,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         # All settings in one table: here 1.2 s for a pipeline of float32, and what that has cost.
         self.assertRegex(
             text,
-            r"PipeSGDStrategy\(pipeline_width=2, algorithm='mesh', codec=None\) +1200\.2 ms"
+            r"PipeSGDStrategy\(pipeline_width=2, codec=None, algorithm='mesh'\) +1200\.2 ms"
             r" +1200\.2 ms +100% +150\.0 MB +400\.0 MB +"
             r"-0\.90 to -0\.03",
         )
@@ -304,7 +304,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         calls = {each["call"]: each for each in found["predictions"]}
         self.assertContainsSubset(found["best"], calls)
         self.assertAllClose(
-            calls["DTSStrategy(delay=4, interval=4, algorithm='mesh', codec=None)"]["step_seconds"], 0.9, rtol=0.02
+            calls["DTSStrategy(delay=4, interval=4, codec=None, algorithm='mesh')"]["step_seconds"], 0.9, rtol=0.02
         )
 
     def _run(self, *arguments):

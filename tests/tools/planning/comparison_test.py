@@ -1,7 +1,6 @@
 """Tests that `compare` uses models and simulations correctly, and finds the best settings."""
 
 import dataclasses
-import sys
 from unittest import mock
 
 import numpy as np
@@ -11,8 +10,8 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.tools import planning, timing
+from hop_tf.tools.planning import outcomes
 
-_MODULE = sys.modules["hop_tf.tools.planning.candidates"]  # The package has a function of that name.
 _MEASUREMENT = timing.Measurement(
     world_size=4,
     num_bytes=100_000_000,
@@ -79,9 +78,9 @@ class PredictTest(tf.test.TestCase, parameterized.TestCase):
         many = dataclasses.replace(_MEASUREMENT, world_size=world_size)
         candidate = next(each for each in planning.candidates(many) if each.name == name)
         alike = np.full((world_size, 40), seconds)
-        with mock.patch.object(_MODULE, "_FEW_RANKS", world_size):
+        with mock.patch.object(outcomes, "_FEW_RANKS", world_size):
             expected = candidate.outcome(alike)
-        with mock.patch.object(_MODULE, "simulate_training", wraps=_MODULE.simulate_training) as simulated:
+        with mock.patch.object(outcomes, "simulate_training", wraps=outcomes.simulate_training) as simulated:
             found = candidate.outcome(alike)
         self.assertAllClose(found.step_seconds, expected.step_seconds, rtol=1e-4)  # They begin together a bit sooner.
         self.assertEqual((found.memory, found.trained_share), (expected.memory, expected.trained_share))

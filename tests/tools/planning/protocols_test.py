@@ -5,6 +5,7 @@ Links carry one byte after the other from each rank; what has left arrives after
 
 import contextlib
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from absl.testing import parameterized
 
 from hop_tf import codecs
 from hop_tf.collectives import get_network
-from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
@@ -24,6 +24,8 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.tools import timing
 from hop_tf.tools.planning import candidates
 from hop_tf.tools.simulate import VirtualCluster
+from hop_tf.tools.simulate.rank_loops import OwnSeconds
+from hop_tf.tools.simulate.training import Links, simulate_training
 from shat_threads import NUM_VALUES, ShatWorker
 
 _NUM_STEPS = 40
@@ -33,13 +35,24 @@ _NUM_BYTES = sum(4 * size for size in _PACKING.sizes)
 _SLOW = np.array([[1.0], [1.0], [1.0], [4.0]])
 
 
-def _durations(kind):
+# Settings of Pipe-SGD and DTS.
+_AVERAGING = (
+    *({"pipeline_width": 1, "num_segments": number, "algorithm": "mesh"} for number in (1, 4)),
+    {"pipeline_width": 1, "algorithm": "ring"},
+    {"pipeline_width": 2},
+    {"delay": 0, "interval": 4},
+    {"delay": 4, "interval": 4},
+    {"delay": 8, "interval": 2, "algorithm": "ring"},
+)
+
+
+def _durations(kind, num_steps=_NUM_STEPS):
     generator = np.random.default_rng(0)
     if kind == "slow":
-        return 0.3 * np.broadcast_to(_SLOW, (4, _NUM_STEPS))
+        return 0.3 * np.broadcast_to(_SLOW, (4, num_steps))
     if kind == "now and then":
-        return 0.3 * np.where(generator.random((4, _NUM_STEPS)) < 0.25, 4.0, 1.0)
-    return np.full((4, _NUM_STEPS), 0.3)
+        return 0.3 * np.where(generator.random((4, num_steps)) < 0.25, 4.0, 1.0)
+    return np.full((4, num_steps), 0.3)
 
 
 class _Links:
@@ -74,40 +87,6 @@ class _Links:
             rank_seconds=durations.tolist(),
         )
         return next(each for each in candidates(measurement) if each.name == name).outcome(durations)
-
-
-class _Pipeline:
-    """Ranks that average every step, one after the other, and take the mean `delay` steps later: Pipe-SGD."""
-
-    def __init__(self, cluster, durations, delay):
-        self._cluster, self._durations, self._delay = cluster, durations, delay
-        self._num_handed_out, self._num_means = [0] * 4, [0] * 4
-        self.ends = np.zeros_like(durations)
-        cluster.run(self._train)
-
-    def _train(self, rank):
-        membership, scheduler = self._cluster.memberships[rank], self._cluster.scheduler
-        membership.begin_session()
-        context = ExchangeContext("group", membership.session, _PACKING, membership, self._cluster.pool)
-        exchange = AveragingExchange(context)
-        self._cluster.start_thread(rank, "communication", lambda: self._communicate(rank, membership, exchange))
-        for step, seconds in enumerate(self._durations[rank], start=1):
-            scheduler.sleep(float(seconds))
-            with membership.monitor:
-                self._num_handed_out[rank] = step
-                membership.monitor.notify_all()
-            membership.wait_until(lambda due=step - self._delay: self._num_means[rank] >= due, 1e9)
-            self.ends[rank, step - 1] = scheduler.now
-        membership.wait_until(lambda: self._num_means[rank] == _NUM_STEPS, 1e9)
-        membership.leave(sent_rounds={"group": exchange.sent_rounds}, reason="")
-
-    def _communicate(self, rank, membership, exchange):
-        for step in range(_NUM_STEPS):
-            membership.wait_until(lambda step=step: self._num_handed_out[rank] > step, 1e9)
-            exchange.step(Outgoing(step, 0, tuple(_PACKING.zeros())))
-            with membership.monitor:
-                self._num_means[rank] += 1
-                membership.monitor.notify_all()
 
 
 class _Canary:
@@ -157,27 +136,43 @@ class _Canary:
         exchange.step(Outgoing(step, exchange.finish_segment, empty))
 
 
+def _predict_and_simulate(durations, settings, communication_seconds, latency_seconds):
+    """Returns the seconds of a step under Pipe-SGD, or DTS, by the schedule and by the protocol."""
+    strategy, predict = "PipeSGDStrategy", timing.predict
+    if "delay" in settings:
+        strategy, predict = "DTSStrategy", timing.predict_dts
+    network = timing.NetworkCosts(
+        latency_seconds=latency_seconds, seconds_per_byte=communication_seconds / (1.5 * _NUM_BYTES)
+    )
+    step = timing.Step.of_computing(0.3)
+    found = predict(network, step, world_size=4, num_bytes=_NUM_BYTES, durations=durations, **settings)
+    simulated = simulate_training(
+        strategy,
+        settings,
+        world_size=4,
+        num_steps=100,
+        own=lambda rank: map(OwnSeconds, itertools.cycle(durations[rank].tolist())),
+        links=Links.alike(4, network.latency_seconds, network.seconds_per_byte),
+        num_values=_NUM_BYTES // 4,
+    )
+    return found.step_seconds, simulated.step_seconds
+
+
 class ProtocolsTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(kind=("slow", "now and then", "alike"), width=(1, 2), communication=(0.6, 0.1))
-    @pytest.mark.stress(after=1)
-    def test_pipe_sgd(self, kind, width, communication):
-        durations = _durations(kind)
-        links = _Links(communication, 0.01)
-        ends = _Pipeline(links.cluster, durations, width - 1).ends
-        half = _NUM_STEPS // 2
-        measured = np.mean(ends[:, -1] - ends[:, half - 1]) / half
-        plan = timing.predict(
-            links.network,
-            timing.Step(backward_seconds=0.3),
-            world_size=4,
-            num_bytes=_NUM_BYTES,
-            pipeline_width=width,
-        )
-        own_share = 4 / 6 if width == 1 else 1.0
-        found = timing.lock_step_seconds(
-            durations, delay=width - 1, sending_seconds=plan.communication_seconds, own_share=own_share
-        )
-        self.assertAllClose(found, measured, rtol=0.05)
+    @parameterized.product(kind=("slow", "now and then", "alike"), settings=_AVERAGING, communication=(0.6, 0.1))
+    @pytest.mark.stress(but=8)
+    def test_ranks_that_average_together(self, kind, settings, communication):
+        """A rank's messages to several others at the same time share its card."""
+        found, simulated = _predict_and_simulate(_durations(kind, 120), settings, communication, 0.01)
+        self.assertAllClose(found, simulated, rtol=0.05)
+
+    @parameterized.parameters(("mesh", 0.12), ("ring", 0.04))
+    def test_windows_in_flight_wait_for_each_other(self, algorithm, latency):
+        """By the closed form of Table 1, steps of 0.3 s would hide all communication."""
+        settings = {"delay": 4, "interval": 2, "algorithm": algorithm}
+        found, simulated = _predict_and_simulate(np.full((4, 240), 0.3), settings, 0.48, 3 * latency)
+        self.assertGreater(found, 1.03 * 0.3)
+        self.assertAllClose(found, simulated, rtol=0.02)
 
     @parameterized.product(kind=("slow", "now and then", "alike"), communication=(0.02, 0.4))
     @pytest.mark.stress(after=1)
