@@ -6,8 +6,7 @@
     sending      the speed of processes that send, alone and to several others at once
     settings     the strategy that has written the records
     calls        the text of calls that make a strategy with given settings
-    what_if      the expected effect of changes, by simulation
-    predictions  the expected effect of other settings, by the timing models, if the job cannot be simulated
+    what_if      the expected effect of changes: by simulation, or by a timing model
     findings     the rules, and their results as text
     live         the diagnosis of a running job without records
     page         the diagnosis with pictures, for a browser

@@ -15,9 +15,9 @@ from hop_tf.records.log import JobLog, join_restarts
 from hop_tf.tools.diagnosis.blame import find_blame
 from hop_tf.tools.diagnosis.calls import kept_settings, tell_call
 from hop_tf.tools.diagnosis.links import Link, measure_links
-from hop_tf.tools.diagnosis.predictions import best_plan
 from hop_tf.tools.diagnosis.steps import PARTS, Steps, steps_of
 from hop_tf.tools.diagnosis.what_if import LEAST_GAIN, OF_LINKS, Change, WhatIf
+from hop_tf.tools.timing import lock_step_seconds
 
 # Steps of one rank differ by some 10 % (standard deviation). That is normal, and all thresholds lie above it. Means and
 # medians of 60 such steps are off by 1 or 2 %.
@@ -282,10 +282,7 @@ class _Job:
         return Finding(kind, name, is_always, share, expected, text)
 
     def _without_slowness(self, index: int) -> float:
-        """The time of a step if a rank were like the others. Without simulation, if all ranks wait for each other:
-
-        mean over steps k of  max over ranks r of own(r, k)  +  mean of  min over r of result(r, k)
-        """
+        """The time of a step if a rank were like the others. Without simulation: if all ranks wait for each other."""
         if self._what_if.is_trusted:
             return self._what_if.like_others(index)
         common = _common(self._steps)
@@ -295,9 +292,9 @@ class _Job:
         place = list(self._steps).index(index)
         others = np.delete(own, place, axis=0)
         # "Like the others" is the time of another rank, taken in turn, in that step.
-        like = others[np.arange(others.shape[1]) % len(others), np.arange(others.shape[1])]
-        slowest = np.maximum(others.max(axis=0), like)
-        return float(np.mean(slowest) + np.mean(result.min(axis=0)))
+        own[place] = others[np.arange(others.shape[1]) % len(others), np.arange(others.shape[1])]
+        # The schedule counts the second half of its steps.
+        return lock_step_seconds(np.tile(own, 2), latency_seconds=float(np.mean(result.min(axis=0))))
 
     def _slow_links(self) -> Iterator[Finding]:
         # The usual values are those of most links. If all links of a rank are slow, those between the others.
@@ -387,7 +384,7 @@ class _Job:
             yield from self._prediction()
 
     def _prediction(self) -> Iterator[str]:
-        plan = best_plan(self._job, self._steps, self._links)
+        plan = self._what_if.recommend()
         if plan is not None and plan.step_seconds < (1 - LEAST_SHARE) * self._step_seconds:
             settings = {"codec": plan.codec, "pipeline_width": plan.pipeline_width, "algorithm": plan.algorithm}
             what_if, strategy = self._what_if, "PipeSGDStrategy"

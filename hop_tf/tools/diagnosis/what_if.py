@@ -30,6 +30,8 @@ from hop_tf.tools.diagnosis.links import Link
 from hop_tf.tools.diagnosis.sending import lone_rates, sending_rates
 from hop_tf.tools.diagnosis.settings import read_settings, settings_in_effect
 from hop_tf.tools.diagnosis.steps import Steps
+from hop_tf.tools.timing import NetworkCosts, Plan, Step, recommend
+from hop_tf.tools.timing.costs import FLOAT32_BYTES
 
 # The largest relative error of the simulated step, with the job's settings, for which the simulation is trusted.
 MOST_ERROR = 0.15
@@ -124,6 +126,24 @@ class WhatIf:
     @functools.cached_property
     def _simulated_present(self) -> float:
         return self._simulate()
+
+    def recommend(self) -> Plan | None:
+        """The settings of `PipeSGDStrategy` with the shortest step, by its model. None if too little is recorded.
+
+        The model assumes that ranks are alike, encoding costs nothing, and no link is shared.
+        """
+        latency = _median([each.round_trip_seconds for each in self._measured.values()], math.nan) / 2
+        rate = _median(list(sending_rates(self._job, self._measured).values()), math.nan)
+        if not self._num_values or math.isnan(latency + rate):
+            return None
+        computing = float(np.median([np.mean(each.compute) for each in self._steps]))
+        between = float(np.median([np.mean(each.own - each.compute) for each in self._steps]))
+        return recommend(
+            NetworkCosts(latency_seconds=latency, seconds_per_byte=1 / rate),
+            Step.of_computing(computing, update_seconds=between),
+            world_size=len({process.number for process in self._job.ranks}),
+            num_bytes=FLOAT32_BYTES * self._num_values,
+        )
 
     def expect(self, *arguments, **changed) -> float:
         """The time of a step with changes, which are arguments of `_simulate`.

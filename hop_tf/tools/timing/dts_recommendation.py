@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 from hop_tf.arguments import check_integer
 from hop_tf.strategies.dts.windows import MAX_WINDOWS, num_windows
 from hop_tf.tools.timing.costs import (
@@ -23,8 +21,6 @@ from hop_tf.tools.timing.dts import CODECS, DTSPlan, predict_dts
 # The largest values of the paper's Table 2 (a).
 _MAX_DELAY, _MAX_INTERVAL = 20, 12
 _SYNCHRONOUS = (0, 1)
-# A schedule repeats itself after a cycle. In the first half of these cycles it settles.
-_CYCLES = 16
 
 
 def recommend_dts(
@@ -47,9 +43,8 @@ def recommend_dts(
     no settings reach the target, all settings within 2 % of the most efficient ones count, in the same order. D = 0,
     p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`.
 
-    If several windows are in flight, each waits for the others' bytes once for each of its messages. Links are idle in
-    between. The model leaves this out. So the settings must also reach the target in a schedule of all messages
-    (`scheduled_step_seconds`), and its times are returned.
+    The closed form finds the settings that may reach the target. The schedule of all messages decides: see
+    `predict_dts`.
 
     Args:
       network: The costs of communication.
@@ -80,34 +75,27 @@ def recommend_dts(
     costs = codec_seconds_per_byte or {}
     sizes = {"world_size": world_size, "num_bytes": num_bytes, "bytes_per_value": bytes_per_value}
 
-    def predict(settings: tuple, durations: np.ndarray | None = None) -> DTSPlan:
-        codec, (delay, interval), algorithm = settings
+    def predict(codec: str, delays: tuple[int, int], algorithm: str, quick: bool = False) -> DTSPlan:
         return predict_dts(
             network,
             step,
-            delay=delay,
-            interval=interval,
+            delay=delays[0],
+            interval=delays[1],
             codec=codec,
             algorithm=algorithm,
             codec_seconds_per_byte=costs.get(codec, 0.0),
-            durations=durations,
+            quick=quick,
             **sizes,
         )
 
-    def schedule(plan: DTSPlan) -> DTSPlan:
-        if plan.delay < plan.interval:  # No two windows share the links.
-            return plan
-        num_steps = _CYCLES * (plan.delay // plan.interval + 1) * plan.interval
-        settings = plan.codec, (plan.delay, plan.interval), plan.algorithm
-        return predict(settings, np.full((1, num_steps), step.seconds))
-
     delays = itertools.product(range(max_delay + 1), range(1, max_interval + 1))
     delays = sorted((each for each in delays if num_windows(*each) <= MAX_WINDOWS), key=lambda each: (sum(each), each))
-    plans = [predict(settings) for settings in itertools.product(codec_names, delays, ALGORITHMS)]
+    plans = [predict(*settings, quick=True) for settings in itertools.product(codec_names, delays, ALGORITHMS)]
     highest = max(plan.scaling_efficiency for plan in plans)
     enough = target_efficiency if highest >= target_efficiency else highest / (1 + RESOLUTION)
     good = [plan for plan in plans if plan.scaling_efficiency >= enough]
-    best = _first(map(schedule, good), enough)
+    exact = (predict(plan.codec, (plan.delay, plan.interval), plan.algorithm) for plan in good)
+    best = _first(exact, enough)
     return dataclasses.replace(best, reason=_reason(step, plans, best, target_efficiency))
 
 
