@@ -124,10 +124,7 @@ def predict(
         )
     else:
         step_seconds = lock_step_seconds(
-            durations,
-            delay=delay,
-            sending_seconds=vector.seconds,
-            shares_left=shares_left,
+            durations, delay=delay, sending_seconds=vector.seconds, shares_left=shares_left
         )
     return Plan(
         pipeline_width=pipeline_width,
