@@ -7,6 +7,8 @@ for other settings:
 
     step  =  simulated step  *  recorded step / simulated step with the job's settings
 
+If a job cannot be simulated, `WhatIf.recommend` asks the model of Pipe-SGD (`hop_tf.timing`).
+
 Rates that were never seen are not known: see `hop_tf.tools.diagnosis.sending`. So the expected effect of a change is
 rather too small than too large.
 """

@@ -7,6 +7,9 @@
 
 Schedules take the durations of steps, an array [n, T]: rank r computes for `durations[r, t]` seconds in its step t,
 without any waiting.
+
+On links that differ, `hop_tf.simulate.training` runs the strategies' own protocols. Tests compare both on equal links.
+A simulation sends every message, and a schedule needs only some numbers for each step of a rank.
 """
 
 from __future__ import annotations
