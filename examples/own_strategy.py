@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from hop_tf.runtime import AveragingExchange, LateChanges
-from hop_tf.strategy import ExchangeStrategy, training_cluster
+from hop_tf.runtime import Algorithm, AveragingExchange, LateChanges
+from hop_tf.strategy import ExchangeStrategy
 
 
 class LocalSGDStrategy(ExchangeStrategy):
@@ -20,50 +20,49 @@ class LocalSGDStrategy(ExchangeStrategy):
 
     Args:
       period: Steps between two averages. Default 8.
-      devices: This process's devices. Default: all GPUs that it sees, or one CPU.
-      cluster_resolver: The description of the cluster. Default: TF_CONFIG.
-      communication_options: Deadlines, credentials, records.
+      **arguments: See `ExchangeStrategy`.
     """
 
-    def __init__(self, *, period=8, devices=None, cluster_resolver=None, communication_options=None):
+    def __init__(self, *, period=8, **arguments):
         self._period = period
-        cluster = training_cluster(cluster_resolver, "LocalSGDStrategy")
-        super().__init__(
-            cluster=cluster,
-            devices=devices,
-            cluster_resolver=cluster_resolver,
-            communication_options=communication_options,
-            identity={"period": str(period)},  # Ranks with another period are refused.
-            neighbors=range(cluster.world_size),  # The ranks with which a rank exchanges messages.
-        )
+        super().__init__(identity={"period": str(period)}, **arguments)  # Ranks with another period are refused.
 
     def make_exchange(self, context):
-        exchange = AveragingExchange(context)
-        exchange.changes = LateChanges(context.variables, context.values())
-        return exchange
+        return AveragingExchange(context)
 
-    def begin_training(self, groups):
-        for group in groups:
-            group.exchange.changes.reset()  # Weights that callbacks have loaded are no change.
+    def make_algorithm(self, group):
+        return LocalSGD(group, self._period)
 
-    def before_update(self, group, values, gradients):
-        return gradients, None  # The rank's own gradients: each makes its own step.
 
-    def after_update(self, group, state):
-        window, rest = (group.step + 1) // self._period - 1, (group.step + 1) % self._period
-        tf.cond(tf.equal(rest, 0), lambda: self._average(group, window), lambda: None)
-        return tf.constant(0, tf.int64)  # The number of steps to skip.
+class LocalSGD(Algorithm):
+    """The half of it in the training graph, for the variables of one optimizer."""
 
-    def finish_training(self, group):
-        if int(group.step) % self._period:
-            self._average(group, group.step // self._period)
-            group.constrain()
+    def __init__(self, group, period):
+        super().__init__(group)
+        self._period = period
+        self._changes = LateChanges(group.variables, group.context.values())
 
-    def _average(self, group, window):
-        own = group.exchange.changes.take()
-        group.submit(own, step=window)
-        means, _ = group.collect(own, step=window)
-        group.exchange.changes.add([mean - change for mean, change in zip(means, own, strict=True)])
+    def begin_training(self):
+        self._changes.reset()  # Weights that callbacks have loaded are no change.
+
+    def before_update(self, values, gradients):
+        return gradients  # The rank's own gradients: each makes its own step.
+
+    def after_update(self):
+        step = self.group.step + 1
+        tf.cond(tf.equal(step % self._period, 0), lambda: self._average(step // self._period - 1), lambda: None)
+        return super().after_update()
+
+    def finish(self):
+        if int(self.group.step) % self._period:
+            self._average(self.group.step // self._period)
+            self.group.constrain()
+
+    def _average(self, window):
+        own = self._changes.take()
+        self.group.submit(own, step=window)
+        means, _ = self.group.collect(own, step=window)
+        self._changes.add([mean - change for mean, change in zip(means, own, strict=True)])
 
 
 def main():

@@ -41,18 +41,19 @@ from hop_tf.transport.own_name import check_own_name
 class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     """Base class of the strategies: this process is a rank, which exchanges with other processes.
 
-    Subclasses make an `Exchange` (`make_exchange`) and its half of the training graph (`before_update` and
-    `after_update`).
+    Subclasses make the two halves of a group of variables: an `Algorithm` in the training graph (`make_algorithm`), and
+    an `Exchange` on a communication thread (`make_exchange`).
 
     Use as any `tf.distribute.Strategy`: build and compile the model in `scope()`, then call `fit`. In a world of one
     (no `TF_CONFIG`), models train as they do without a strategy.
 
     Args:
-      cluster: The cluster.
-      cluster_resolver: The resolver that the cluster was read from, for `Strategy.cluster_resolver`.
-      communication_options: Deadlines, credentials, records.
       identity: The scheme's settings; must be equal on all ranks.
-      neighbors: Ranks that the scheme exchanges messages with.
+      cluster: The cluster. Default: read from `cluster_resolver`.
+      cluster_resolver: The resolver that the cluster was read from, for `Strategy.cluster_resolver`. Default:
+        `TF_CONFIG`.
+      communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
+      neighbors: Ranks that the scheme exchanges messages with. Default: all.
       skips_steps: A sentence for errors, if the scheme may skip training steps (`Incoming.num_skipped`): it says so,
         and how users can avoid skipped steps. Default "": the scheme skips no steps.
       continue_without_lost: True if ranks train on when a rank is lost. In `fit` they then share the lost rank's rows.
@@ -67,15 +68,17 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       servers: The parameter servers, by their places in the cluster.
       joins_at_once: True if a rank that was started again trains from its first step on, with the state from
-        `begin_group`. Otherwise the rank skips the steps that the others have made, and takes the state of one of them.
+        `Algorithm.begin`. Otherwise the rank skips the steps that the others have made, and takes the state of one of
+        them.
       batch_shares: The part of each global batch that each rank takes: a list with a positive number for each rank, or
-        "auto", in proportion to measured speeds. A scheme weights its averages by `training.num_rows`. Default None:
+        "auto", in proportion to measured speeds. A scheme weights its averages by `training.shares.rows`. Default None:
         all parts are equal, and averages are not weighted.
       devices: The devices of this process. Default: all GPUs that the process sees, or one CPU.
 
     Raises:
       ValueError: If `min_ranks`, `patience_seconds` or `batch_shares` is not as above, or a device does not exist.
-      ClusterConfigError: If this rank's own name stands for a loopback address, which others do not reach.
+      ClusterConfigError: If the description of the cluster is not valid, or this rank's own name stands for a loopback
+        address, which others do not reach.
       HopError: If this rank's address cannot be bound.
       RuntimeError: If Keras does not run on TensorFlow.
     """
@@ -83,11 +86,11 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def __init__(
         self,
         *,
-        cluster: Cluster,
-        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
-        communication_options: CommunicationOptions | None,
         identity: Mapping[str, str],
-        neighbors: Iterable[int],
+        cluster: Cluster | None = None,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        neighbors: Iterable[int] | None = None,
         skips_steps: str = "",
         continue_without_lost: bool = False,
         min_ranks: int | None = None,
@@ -101,6 +104,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             raise RuntimeError(
                 f"hop_tf needs Keras on the TensorFlow backend. Received: KERAS_BACKEND={keras.backend.backend()}."
             )
+        cluster = cluster or training_cluster(cluster_resolver, type(self).__name__)
         min_ranks = _checked_min_ranks(min_ranks, 1 if servers else cluster.world_size, continue_without_lost)
         batch_shares = checked_batch_shares(batch_shares, cluster.world_size)
         shares = None if batch_shares is None else BatchShares(batch_shares, cluster.rank, cluster.world_size)
@@ -151,8 +155,9 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     cluster=cluster,
                     options=self._options,
                     identity=static_identity(type(self).__name__, cluster, identity),
-                    neighbors=neighbors,
+                    neighbors=range(cluster.world_size) if neighbors is None else neighbors,
                     make_exchange=self.make_exchange,
+                    make_algorithm=self.make_algorithm,
                     continue_without_lost=continue_without_lost,
                     min_ranks=min_ranks,
                     servers=servers,
@@ -251,8 +256,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
         known = {weight.ref() for weight in weights}
-        groups = [group for group in self.training.groups if any(v.ref() in known for v in group.trained)]
-        common = [each for group in groups for each in self.common_optimizers(group)]
+        present = [each for each in self.training.algorithms if any(v.ref() in known for v in each.group.trained)]
+        common = [optimizer for algorithm in present for optimizer in algorithm.common_optimizers()]
         counts = [iterations_variable(optimizer) for optimizer, _ in common]
         means = [tf.Variable(tf.cast(count, tf.float64)) for count in counts]
         self._worker.collectives.average([*weights, *(slot for _, slots in common for slot in slots), *means])

@@ -93,7 +93,7 @@ class StepTrace:
       comes_first: Operations that run before the rest of the step.
       started_at: `tf.timestamp()` at the start of the step; None if nothing needs it.
       num_updates: Optimizer updates seen so far.
-      states: For each exchange group, values that its scheme keeps from before the update until after it.
+      updated: The algorithms of the groups that were updated so far.
       states_of_model: The model's states, and marked variables outside of it; see `read_states`.
       has_ended: True when the step is traced, or has failed.
       reads_before_decay: True if `before_decay` is needed for all weights, not only for assigned ones.
@@ -110,7 +110,7 @@ class StepTrace:
         self.comes_first: list[tf.Tensor] = []
         self.started_at: tf.Tensor | None = None
         self.num_updates = 0
-        self.states: dict[str, Any] = {}
+        self.updated: set[object] = set()
         self.inside_loss_scaling = False
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._arguments = tf.nest.flatten(arguments)

@@ -1,9 +1,10 @@
 """One rank at run time: its groups of variables, their exchanges, and the course of a training.
 
-A strategy of your own builds on `Scheme`, `Exchange` (or `AveragingExchange`) and `LateChanges`: see
+A strategy of your own builds on `Algorithm`, `Exchange` (or `AveragingExchange`) and `LateChanges`: see
 `hop_tf.strategy.ExchangeStrategy`.
 """
 
+from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
@@ -11,6 +12,7 @@ from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.scheme import Scheme
 
 __all__ = [
+    "Algorithm",
     "AveragingExchange",
     "Exchange",
     "ExchangeContext",

@@ -27,7 +27,6 @@ from hop_tf.transport.base import Message
 
 SPEC_NAME = "hop_tf_newcomers"
 _HEADER = struct.Struct("<q")
-_NEVER = -1  # Not 0: graphs may compare step 0 several times, if an update takes several batches.
 _Process = tuple[int, int]  # Rank, incarnation.
 
 
@@ -42,7 +41,6 @@ class Admissions:
 
     Attributes:
       own_first_step: First step of this rank, if it was started again; None until another rank has told it.
-      meet_at: int64 variable: the step before which all ranks meet those that join, as far as the graph knows.
     """
 
     def __init__(
@@ -56,8 +54,6 @@ class Admissions:
         self._membership = membership
         self._group = group
         self._first_round = first_round
-        with tf.init_scope(), tf.device("/cpu:0"):
-            self.meet_at = tf.Variable(_NEVER, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
         self._first_steps: dict[_Process, int] = {}
         self._known: set[_Process] = set()
         self.own_first_step: int | None = None
@@ -75,7 +71,6 @@ class Admissions:
         with self._membership.monitor:
             self._queue.session = session
             self._begin()
-        self.meet_at.assign(_NEVER)
 
     def _begin(self) -> None:
         self._known.clear()
@@ -139,12 +134,6 @@ class Admissions:
             logging.info("rank %d: rank %d takes part from step %d on.", self._membership.rank, rank, begin)
             self._queue.send(rank, _HEADER.pack(begin), incarnation=incarnation, step=step, interruptible=False)
         return decided
-
-    def note_meeting(self, distances: tf.Tensor, step: tf.Tensor) -> None:
-        """Emits the ops that record the distances that `decide` has returned for a step, in `meet_at`."""
-        distance = tf.cast(tf.reduce_max(distances), tf.int64)
-        meet_at = tf.where(distance > 0, step + distance, 0)
-        self.meet_at.assign(tf.maximum(self.meet_at, meet_at))
 
     def newcomers_of(self, step: int) -> list[int]:
         """The present ranks whose first step this is. With the monitor held."""

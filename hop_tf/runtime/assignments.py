@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.trace import Assigned, StepTrace
 from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch, WatchedGroup
-from hop_tf.runtime.group import Group
+from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.scheme import Scheme
 
 _TEXT = "weights were assigned"
@@ -30,7 +30,7 @@ class Assignments:
     def __init__(self, scheme: Scheme):
         self._scheme = scheme
         self._watch = None if scheme.takes_assignments and scheme.keeps_assignments else Watch()
-        self._watched: weakref.WeakKeyDictionary[Group, WatchedGroup] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakKeyDictionary[Algorithm, WatchedGroup] = weakref.WeakKeyDictionary()
         self._is_between_epochs = True
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
@@ -43,10 +43,10 @@ class Assignments:
         if self._watch is not None:
             self._watch.listen([variable])
 
-    def add(self, group: Group) -> None:
+    def add(self, algorithm: Algorithm) -> None:
         """Watches the weights of a new group."""
         if not self._scheme.takes_assignments:
-            self._watched[group] = self._watch.add(self._scheme.watched(group))
+            self._watched[algorithm] = self._watch.add(algorithm.watched())
 
     def begin_training(self) -> None:
         """Called when the scheme has taken assignments from before a `fit`. Keeps the weights as `end_epoch` does."""
@@ -100,27 +100,27 @@ class Assignments:
         self._is_between_epochs = False
         if self._watch is None or not (assigned := self._watch.assigned()):
             return
-        if not all(self._scheme.makes_way(group) for group in self._watched):
+        if not all(algorithm.makes_way() for algorithm in self._watched):
             self._refuse(assigned, "between two training steps, as by a callback")
         self._watch.forget()
 
-    def check_step(self, group: Group, trace: StepTrace, *, in_fit: bool) -> None:
+    def check_step(self, algorithm: Algorithm, trace: StepTrace, *, in_fit: bool) -> None:
         """Emits the ops that fail if weights were assigned. Called right before the exchange of a step.
 
         Args:
-          group: The group that is about to exchange.
+          algorithm: That of the group that is about to exchange.
           trace: The step.
           in_fit: True for a step of `fit`. `begin_batch` then checks assignments between two steps.
         """
         if self._scheme.takes_assignments:
             return
-        assigned = trace.assigned_before_update(group.trained)
-        if (assigned or not in_fit) and self._scheme.makes_way(group):
+        trained = algorithm.group.trained
+        assigned = trace.assigned_before_update(trained)
+        if (assigned or not in_fit) and algorithm.makes_way():
             return
         self._check_before_update(assigned)
         if not in_fit:
-            take = self._scheme.take_assigned
-            self._check_loop(group, lambda: take(group, trace.before_decay(group.trained)))
+            self._check_loop(algorithm, lambda: algorithm.take_assigned(trace.before_decay(trained)))
 
     def _check_before_update(self, assigned: Sequence[Assigned]) -> None:
         """Refuses assignments unless they are undone before the update, up to rounding.
@@ -137,10 +137,10 @@ class Assignments:
             elif not is_undone:
                 raise ValueError(error)
 
-    def _check_loop(self, group: Group, take: Callable[[], tf.Tensor]) -> None:
+    def _check_loop(self, algorithm: Algorithm, take: Callable[[], tf.Tensor]) -> None:
         """Checks a custom loop in the graph, which alone knows when a step begins."""
-        watched = self._watched[group]
-        error = self._describe(group.trained, "between two training steps, some of these") + self._advice
+        watched = self._watched[algorithm]
+        error = self._describe(algorithm.group.trained, "between two training steps, some of these") + self._advice
 
         def take_or_fail() -> tf.Tensor:
             is_taken = take()

@@ -1,4 +1,4 @@
-"""`GradientExchange`: ranks that apply the same mean gradients."""
+"""`GradientExchange`: averages gradients. `hop_tf.runtime.gradient_algorithm` has the graph's half."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.collectives import AllReduce, Alternatives, one_or_alternatives
-from hop_tf.keras_hook.optimizers import has_schedule, unscaled, weight_decays
+from hop_tf.keras_hook.optimizers import has_schedule, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.exchange import Incoming, Outgoing
-from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.runtime.shares import refuse_float16
 from hop_tf.runtime.ways import Way
@@ -33,7 +33,7 @@ class GradientExchange(AveragingExchange):
     divisor of the later segments still includes its rows. The divisor is the same on all ranks.
 
     The last tensors of the packing are those of `specs_beside`. If these admit ranks that were started again, a step
-    ends with `meet_newcomers`.
+    ends with `Meeting.meet_if_due`.
 
     If they include `Autotuner.spec`, ranks choose by the durations of steps: a way to average, or a width.
 
@@ -48,7 +48,6 @@ class GradientExchange(AveragingExchange):
       delay: Number of steps by which a mean is applied late. Default 0.
 
     Attributes:
-      carried: The changes of the carried variables.
       rate: The learning rate.
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
@@ -75,7 +74,6 @@ class GradientExchange(AveragingExchange):
         self.members = members
         self.parts = [context.packing.part(indices) for indices in members]
         self.max_in_flight = len(self.parts)
-        self.carried = context.carried
         rows = _find_rows(context.packing.specs)
         self.weighs_rows = rows is not None
         self._rows_place = None
@@ -127,14 +125,9 @@ class GradientExchange(AveragingExchange):
 
     def reset(self, session: int) -> None:
         super().reset(session)
-        self.carried.reset()
         if self.tuner is not None:
             self.tuner.begin(self.width)
             self._begin_timing()
-
-    def begin_at(self, step: int) -> None:
-        super().begin_at(step)
-        self.carried.reset()
 
     def common_state(self) -> list[np.ndarray]:
         own = [] if self.tuner is None else [self.tuner.state()]
@@ -243,68 +236,3 @@ def with_rows_first(members: Sequence[list[int]], specs: Sequence[TensorSpec]) -
         return list(members)
     first, *others = [[index for index in segment if index != rows] for segment in members]
     return [[*first, rows], *filter(None, others)]
-
-
-def submit_gradients(group: Group, gradients: Sequence, rows: tf.Tensor | None = None) -> list[tf.Tensor]:
-    """Emits the ops that submit a step's gradients, for a group with a `GradientExchange`.
-
-    Args:
-      group: The group.
-      gradients: As the optimizer got them.
-      rows: Scalar: the number of rows that the gradients are the mean of. None if ranks do not weigh by rows.
-
-    Returns:
-      This rank's own values: gradients without the loss scale, changes of the carried variables, and the learning rate.
-    """
-    optimizer, exchange = group.optimizer(), group.exchange
-    outgoing = [*unscaled(optimizer, gradients), *exchange.carried.take()]
-    sent = outgoing.copy()
-    if exchange.weighs_rows:
-        sent = [tensor * tf.cast(rows, tensor.dtype) for tensor in outgoing]
-        outgoing.append(tf.reshape(tf.cast(rows, tf.float64), [1]))
-    specs = group.packing.specs
-    for place in (find_spec(specs), Autotuner.find_spec(specs)):
-        if place is not None:  # The exchange fills in the values.
-            outgoing.append(tf.zeros(specs[place].shape, tf.float64))
-    outgoing.append(exchange.rate.own(optimizer))
-    sent += outgoing[len(sent) :]
-    for segment, members in enumerate(exchange.members):
-        group.submit([sent[index] for index in members], segment)
-    return outgoing
-
-
-def take_means(
-    group: Group, step: tf.Tensor, take: Callable[[int], Sequence[tf.Tensor]]
-) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Emits the ops that take a step's means, and add the changes of carried variables.
-
-    Args:
-      group: The group.
-      step: The step.
-      take: Takes the tensors of a segment.
-
-    Returns:
-      The mean gradients, without loss scale, and the learning rate to apply them with.
-    """
-    exchange = group.exchange
-    means: list = [None] * sum(map(len, exchange.members))
-    for segment, members in enumerate(exchange.members):
-        for index, mean in zip(members, take(segment), strict=True):
-            means[index] = mean
-    *means, rates = means
-    if exchange.tuner is not None:
-        *means, _ = means
-    if exchange.admissions is not None:
-        *means, decided = means
-        with tf.device("/cpu:0"):
-            exchange.admissions.note_meeting(decided[0], step)
-    if exchange.weighs_rows:
-        *means, rows = means
-        with tf.device("/cpu:0"):
-            factor = tf.math.divide_no_nan(tf.constant(1.0, rows.dtype), rows[0])  # 0 rows while a pipe fills.
-        means = [mean * tf.cast(factor, mean.dtype) for mean in means]
-    exchange.carried.add(means[group.num_trained :])
-    if exchange.roster is not None:
-        with tf.device("/cpu:0"):
-            exchange.roster.follow(rates[1] > 0)
-    return means[: group.num_trained], exchange.rate.adopt(group.optimizer(), rates)

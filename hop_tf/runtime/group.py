@@ -112,7 +112,8 @@ class Group:
       variables: The variables, in the order of the packing. Trained variables come first.
       num_trained: Number of trained variables.
       packing: Their buckets.
-      exchange: The scheme.
+      context: The tools that the exchange was made with.
+      exchange: The scheme's communication.
       runner: Its thread and queues.
       step: int64 variable: the running session's steps.
       statistics: Counts the time that steps wait.
@@ -123,6 +124,7 @@ class Group:
     variables: Sequence[tf.Variable]
     num_trained: int
     packing: Packing
+    context: ExchangeContext
     exchange: Exchange
     runner: ExchangeRunner
     step: tf.Variable

@@ -1,4 +1,4 @@
-"""`Joiner` and `State`: the interfaces of an exchange and of a rank's variables for joining a running session."""
+"""Interfaces for joining a running session: `Joiner` of an exchange, `State` and `GraphState` of variables."""
 
 from __future__ import annotations
 
@@ -25,6 +25,24 @@ class State(abc.ABC):
     @abc.abstractmethod
     def write(self, payload: np.ndarray) -> None:
         """Takes over the arrays that another rank has read, joined as bytes."""
+
+
+class GraphState:
+    """The variables of a group's graph, as far as a newcomer needs them. By default there are none.
+
+    All methods are called on a communication thread, without the monitor, between two steps, while the graph waits.
+    `begin_at` may also be called in the program's thread, while the first step is traced.
+    """
+
+    def state(self) -> list[np.ndarray]:
+        """The arrays that a newcomer takes over, besides those of `State`. Do not modify them."""
+        return []
+
+    def take_state(self, parts: Sequence[np.ndarray]) -> None:
+        """Takes over another rank's `state`, as bytes. `begin_at` follows."""
+
+    def begin_at(self, step: int) -> None:
+        """Prepares the graph to enter `step` of the running session, without having made the earlier steps."""
 
 
 class Joiner(abc.ABC):

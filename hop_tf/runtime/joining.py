@@ -26,7 +26,7 @@ from absl import logging
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership import Membership, membership_pb2, parse
-from hop_tf.runtime.joiner import Joiner, LockStepJoiner, State
+from hop_tf.runtime.joiner import GraphState, Joiner, LockStepJoiner, State
 from hop_tf.runtime.replica_state import compare
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import Message
@@ -67,6 +67,7 @@ class Joining:
         self._state = state
         self._timeout_seconds = timeout_seconds
         self._exchanges: dict[str, Joiner] = {}
+        self._graphs: dict[str, GraphState] = {}
         self._step = _NOT_THERE
         self._asking_for_state: list[int] = []
         self._replies: dict[int, tuple[membership_pb2.StateReply, np.ndarray]] = {}
@@ -112,6 +113,15 @@ class Joining:
         self._answer(welcomes)
         return exchange
 
+    def connect(self, group: str, graph: GraphState) -> None:
+        """Adds the state of a group's graph to the state that newcomers take."""
+        with self._monitor:
+            self._graphs[group] = graph
+
+    def _graph_of(self, group: str) -> GraphState:
+        with self._monitor:
+            return self._graphs.get(group) or GraphState()  # There is none in simulations.
+
     def _joins_of(self, group: str) -> list[membership_pb2.Join]:
         """The join messages of present ranks."""
         return [join for join in self._joins.values() if group in join.first_steps and self._is_present(join)]
@@ -140,6 +150,7 @@ class Joining:
         """Forgets a group that has ended."""
         with self._monitor:
             self._exchanges.pop(group, None)
+            self._graphs.pop(group, None)
 
     # The newcomer.
 
@@ -254,10 +265,15 @@ class Joining:
             giver = min(self._ask(position))
             given = self._take_state(giver, position)
         _, added = given
+        num_of_graph, *parts = payloads.split(added)
+        num_of_exchange = len(parts) - int(num_of_graph.view(np.int64)[0])
         with self._monitor:
-            exchange.take_common_state(payloads.split(added))
+            exchange.take_common_state(parts[:num_of_exchange])
             exchange.begin_at(step)
             self._step = step - 1
+        graph = self._graph_of(group)
+        graph.take_state(parts[num_of_exchange:])
+        graph.begin_at(step)
         arrival = _ARRIVAL.pack(self._membership.session, self._membership.incarnation)
         self._membership.notify_peers(_ARRIVED, arrival)
         logging.info("rank %d: joins at step %d.", self._membership.rank, step)
@@ -297,6 +313,8 @@ class Joining:
                 self._step = step - 1
                 exchange.begin_at(step)
             membership.joined()
+        if not isinstance(exchange, LockStepJoiner):
+            self._graph_of(group).begin_at(step)
         join = membership_pb2.Join(
             rank=membership.rank,
             session=membership.session,
@@ -366,7 +384,9 @@ class Joining:
                 self._asking_for_state = [rank for rank in self._asking_for_state if rank not in ranks]
             if not ranks:
                 return
-            self._give_state(ranks, step, payloads.join(exchange.common_state()))
+            of_graph = self._graph_of(group).state()
+            added = [np.array([len(of_graph)]), *exchange.common_state(), *of_graph]
+            self._give_state(ranks, step, payloads.join(added))
 
     def _give_state(self, ranks: Sequence[int], step: int, added: Sequence[np.ndarray] = ()) -> None:
         signature, arrays = np.frombuffer(self._signature(), np.uint8), self._state.read()

@@ -1,4 +1,4 @@
-"""`meet_newcomers`: the part of the graph in which synchronous ranks meet ranks that were started again."""
+"""`Meeting`: the part of the graph in which synchronous ranks meet ranks that were started again."""
 
 from __future__ import annotations
 
@@ -9,24 +9,49 @@ import tensorflow as tf
 from hop_tf.keras_hook.optimizers import tf_variables
 from hop_tf.runtime.group import Group
 
+_NEVER = -1  # Not 0: graphs may compare step 0 several times, if an update takes several batches.
 
-def meet_newcomers(group: Group, settle: Callable[[], None] = lambda: None) -> None:
-    """Emits, at the end of a step, the ops that give newcomers the state if the next step is their first.
+
+class Meeting:
+    """Gives newcomers the state, between two steps. Does nothing if the group's exchange admits nobody.
 
     Args:
       group: The group, with an exchange that is a `LockStepJoiner`.
-      settle: Emits the ops that make the state equal on all ranks, with nothing in flight. Default: it always is.
     """
-    admissions = group.exchange.admissions
-    if admissions is None:
-        return
 
-    def meet() -> tf.Tensor:
-        settle()
-        admissions.meet_at.assign(0)
-        state = [*group.variables, *tf_variables(group.optimizer().variables)]
-        return group.meet([variable.read_value() for variable in state])
+    def __init__(self, group: Group):
+        self._group = group
+        self._at = None
+        if group.exchange.admissions is not None:
+            with tf.init_scope(), tf.device("/cpu:0"):
+                self._at = tf.Variable(_NEVER, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
 
-    with tf.device("/cpu:0"):
-        is_due = tf.equal(group.step, admissions.meet_at)
-    tf.cond(is_due, meet, lambda: tf.constant(0, tf.int64))
+    def begin_session(self) -> None:
+        """Forgets meetings of the session before."""
+        if self._at is not None:
+            self._at.assign(_NEVER)
+
+    def note(self, distances: tf.Tensor, step: tf.Tensor) -> None:
+        """Emits the ops that record the distances that `Admissions.decide` has returned for a step."""
+        distance = tf.cast(tf.reduce_max(distances), tf.int64)
+        self._at.assign(tf.maximum(self._at, tf.where(distance > 0, step + distance, _NEVER)))
+
+    def meet_if_due(self, settle: Callable[[], None] = lambda: None) -> None:
+        """Emits, at the end of a step, the ops that meet newcomers if the next step is their first.
+
+        Args:
+          settle: Emits the ops that make the state equal on all ranks, with nothing in flight. Default: it always is.
+        """
+        if self._at is None:
+            return
+        group = self._group
+
+        def meet() -> tf.Tensor:
+            settle()
+            self._at.assign(_NEVER)
+            state = [*group.variables, *tf_variables(group.optimizer().variables)]
+            return group.meet([variable.read_value() for variable in state])
+
+        with tf.device("/cpu:0"):
+            is_due = tf.equal(group.step, self._at)
+        tf.cond(is_due, meet, lambda: tf.constant(0, tf.int64))

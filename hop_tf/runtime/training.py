@@ -31,6 +31,7 @@ from hop_tf.keras_hook.tuners import Trial, ending_search
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.membership import LeftBehind
 from hop_tf.runtime.agreed_states import AgreedStates
+from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.assignments import Assignments, refusal_in
 from hop_tf.runtime.epoch_ends import VALIDATION
 from hop_tf.runtime.final_weights import FinalWeights
@@ -123,7 +124,9 @@ class TrainingRun(TrainingHooks):
         self.statistics = StepStatistics()
         self.records = StepRecords()
         # For each optimizer, by the identities of the variables that it updates together.
-        self._groups: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Group]] = weakref.WeakKeyDictionary()
+        self._algorithms: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Algorithm]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._phase = Phase.OUTSIDE
         self._passed_steps = PassedSteps(
             rank=rank,
@@ -139,9 +142,14 @@ class TrainingRun(TrainingHooks):
         self._final_weights = FinalWeights(None)
 
     @property
+    def algorithms(self) -> list[Algorithm]:
+        """The algorithms of the groups of variables that are exchanged."""
+        return [algorithm for algorithms in self._algorithms.values() for algorithm in algorithms.values()]
+
+    @property
     def groups(self) -> list[Group]:
         """The groups of variables that are exchanged."""
-        return [group for groups in self._groups.values() for group in groups.values()]
+        return [algorithm.group for algorithm in self.algorithms]
 
     def require_outside_fit(self, what: str) -> None:
         """Raises RuntimeError within a `fit`."""
@@ -245,8 +253,8 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def _break_off(self) -> None:
-        for group in self.groups:
-            self._scheme.break_off(group)
+        for algorithm in self.algorithms:
+            algorithm.abort()
 
     @as_own_updates()
     def _end_loop(self) -> None:
@@ -255,8 +263,8 @@ class TrainingRun(TrainingHooks):
             self.settle_sums()
             if self._scheme.settles_loops:
                 with self._naming_causes():
-                    for group in self.groups:
-                        self._scheme.finish_training(group)
+                    for algorithm in self.algorithms:
+                        algorithm.finish()
             self.worker.end_session(None)
 
     def settle_sums(self) -> None:
@@ -290,34 +298,40 @@ class TrainingRun(TrainingHooks):
         layers = AdaptedLayers()
         claims = [*claims, *layers.claims, *self._replicas.claims]
         self.worker.begin_session(agrees_on_epochs=agrees_on_epochs, claims=claims)
+        self._begin_algorithms()
         self._replicas.learn(self.worker.membership.owners)
         if self.roster is not None:
             self.roster.begin_session()
         if layers.is_needed(self.worker.membership.owners) and not self.worker.joining:
             layers.compare(self.worker.collectives.share)
 
+    @as_own_updates()
+    def _begin_algorithms(self) -> None:
+        for algorithm in self.algorithms:
+            algorithm.begin_session()
+
     # Called by Keras while it trains.
 
     @as_own_updates()
     def begin_training(self, model: keras.Model | None = None) -> None:
-        """Lets the scheme take changes from before `fit`, and by callbacks."""
+        """Lets algorithms take changes from before `fit`, and by callbacks."""
         if self.worker is not None:
             self.worker.epoch_ends.begin_training(model)
         self._missed_steps.begin_training()
-        self._scheme.begin_training(self.groups)
+        self._scheme.begin_training(self.algorithms)
         self._assignments.begin_training()
         self.states.begin_anew()
 
     @as_own_updates()
     def begin_epoch(self) -> None:
-        """Lets ranks agree on shares, and lets the scheme take changes by callbacks since the last epoch."""
+        """Lets ranks agree on shares, and lets algorithms take changes by callbacks since the last epoch."""
         if self._rows is not None:
             self._rows.begin_epoch(agrees=not self.is_behind)
         if self.worker is not None:
             self.worker.epoch_ends.begin_epoch()
         self._missed_steps.begin_epoch()
-        for group in () if self.is_behind else self.groups:
-            self._scheme.begin_epoch(group)
+        for algorithm in () if self.is_behind else self.algorithms:
+            algorithm.begin_epoch()
         self._assignments.leave_epoch_end()
         self.states.begin_anew()
 
@@ -325,6 +339,7 @@ class TrainingRun(TrainingHooks):
         """See `EpochEnds`. A rank that was left behind begins to skip steps."""
         if self.may_fall_behind and self.worker.membership.is_left_behind:
             self.worker.begin_again()
+            self._begin_algorithms()
             self._passed_steps.fall_behind()
         return self.worker is None or self.worker.epoch_ends.begin_steps(number)
 
@@ -349,22 +364,22 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def end_epoch(self, model: keras.Model) -> None:
-        """Lets the scheme prepare for validation and callbacks. Keeps the metrics, which validation resets."""
+        """Lets algorithms prepare for validation and callbacks. Keeps the metrics, which validation resets."""
         if self.worker is not None:
             self.worker.epoch_ends.note_metrics(model)
         if not self.is_behind:
             self._assignments.end_epoch()
-            for group in self.groups:
-                self._scheme.end_epoch(group)
+            for algorithm in self.algorithms:
+                algorithm.end_epoch()
         self.states.count_own()
 
     @as_own_updates()
     def change_graph(self) -> tuple[Hashable, Hashable] | None:
-        """Lets the scheme change the graph of the next step; see `TrainingHooks`."""
-        groups = () if self.is_behind else self.groups
-        before = tuple(self._scheme.graph_of(group) for group in groups)
-        have_changed = [self._scheme.change_graph(group) for group in groups]
-        return (before, tuple(self._scheme.graph_of(group) for group in groups)) if any(have_changed) else None
+        """Lets algorithms change the graph of the next step; see `TrainingHooks`."""
+        algorithms = () if self.is_behind else self.algorithms
+        before = tuple(algorithm.graph_key() for algorithm in algorithms)
+        have_changed = [algorithm.change_graph() for algorithm in algorithms]
+        return (before, tuple(algorithm.graph_key() for algorithm in algorithms)) if any(have_changed) else None
 
     def begin_batch(self) -> None:
         """See `StepRecords`. Steps weigh by the shares of the present ranks, which share the batch."""
@@ -400,7 +415,7 @@ class TrainingRun(TrainingHooks):
 
     @as_own_updates()
     def finish_training(self) -> None:
-        """Lets the scheme complete its work, once in a `fit`, when the last step has been made."""
+        """Lets algorithms complete their work, once in a `fit`, when the last step has been made."""
         if self._phase is not Phase.FITTING:
             return
         self._phase = Phase.FINISHED
@@ -409,8 +424,8 @@ class TrainingRun(TrainingHooks):
         self.worker.epoch_ends.finish_training()
         if self._rows is not None:
             self._rows.end_fit()
-        for group in () if self.is_behind and self._scheme.in_lock_step else self.groups:
-            self._scheme.finish_training(group)
+        for algorithm in () if self.is_behind and self._scheme.in_lock_step else self.algorithms:
+            algorithm.finish()
         if self._final_weights.is_needed(self.worker.membership.owners):
             self._final_weights.note([variable for group in self.groups for variable in group.variables])
 
@@ -510,8 +525,8 @@ class TrainingRun(TrainingHooks):
             with trace.when_data_is_here():
                 trace.started_at = tf.timestamp()
         if tf.executing_eagerly():
-            for group in self.groups:
-                self._scheme.begin_eager_step(group)
+            for algorithm in self.algorithms:
+                algorithm.begin_eager_step()
 
     def _is_in_fit(self, trace: StepTrace) -> bool:
         return self._phase is not Phase.OUTSIDE and trace.model is not None
@@ -533,15 +548,15 @@ class TrainingRun(TrainingHooks):
                 "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
-        groups = [group for group in self.groups if group.name in trace.states]
+        updated = [algorithm for algorithm in self.algorithms if algorithm in trace.updated]
         assigned = trace.assigned_after_update()
-        if assigned and not all(self._scheme.makes_way(group) for group in groups):
+        if assigned and not all(algorithm.makes_way() for algorithm in updated):
             refuse_assignments(self._scheme, assigned)
         if self.worker is not None:
             self.states.note_assigned(trace.assigned_states())
         with trace.when_data_is_here():
-            for group in groups:
-                self._scheme.end_step(group)
+            for algorithm in updated:
+                algorithm.end_step()
 
     @property
     def num_rows(self) -> tf.Tensor | None:
@@ -558,7 +573,7 @@ class TrainingRun(TrainingHooks):
         return any(plugin.delays_gradients for plugin in self._plugins)
 
     def exchange(self, optimizer, trace: StepTrace, gradients: list, variables: list[tf.Variable]) -> list:
-        """Emits the scheme's half of the graph. Returns the gradients to apply."""
+        """Emits the first part of an algorithm's half of the graph. Returns the gradients to apply."""
         if self.replaces_gradients:
             refuse_xla()
         trace.refuse_nested_function()
@@ -580,16 +595,17 @@ class TrainingRun(TrainingHooks):
             self._rows.end_step(trace, gradients)
         in_fit = self._is_in_fit(trace)
         self._passed_steps.note_update(optimizer, in_fit=in_fit)
-        group = self._group_of(optimizer, trace, variables)
-        others = [other for other in self.groups if other.name in trace.states]
+        algorithm = self._algorithm_of(optimizer, trace, variables)
+        others = [other for other in self.algorithms if other in trace.updated]
         if others:
-            self._scheme.check_further_group(group, others)
+            algorithm.check_further(others)
+        group = algorithm.group
         trace.claim(group.variables)
-        self._assignments.check_step(group, trace, in_fit=in_fit)
+        self._assignments.check_step(algorithm, trace, in_fit=in_fit)
         values = [trace.value_at_start(variable) for variable in group.variables]
         self.statistics.count_gradients(tensors_of(gradients), group.read_step())
-        gradients, trace.states[group.name] = self._scheme.before_update(group, values, gradients)
-        return gradients
+        trace.updated.add(algorithm)
+        return algorithm.before_update(values, gradients)
 
     def reduce(self, reduce_op: tf.distribute.ReduceOp, value):
         """The sum or mean over the ranks; see `ExchangeStrategy.reduce`."""
@@ -616,21 +632,21 @@ class TrainingRun(TrainingHooks):
             refuse_update(self._scheme, optimizer)
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
-        """Emits the scheme's ops after the update, and ends the group's step."""
+        """Emits the algorithm's operations after the update, and ends the group's step."""
         if self.worker is None:
             return
-        group = self._groups[optimizer][_key(variables)]
+        algorithm = self._algorithms[optimizer][_key(variables)]
         with trace.when_data_is_here():
-            num_skipped = self._scheme.after_update(group, trace.states[group.name])
-            group.end_step(num_skipped)
+            num_skipped = algorithm.after_update()
+            algorithm.group.end_step(num_skipped)
             self._passed_steps.skip(num_skipped)
         if not self._scheme.keeps_assignments:
             trace.note_update(variables)
 
-    def _group_of(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> Group:
-        groups = self._groups.setdefault(optimizer, {})
+    def _algorithm_of(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> Algorithm:
+        algorithms = self._algorithms.setdefault(optimizer, {})
         key = _key(variables)
-        if key not in groups:
+        if key not in algorithms:
             self._scheme.check_new_group()
             check_optimizer(self._scheme, optimizer, refuses_nonfinite=self.worker.finite_check.raises)
             carried = trace.unclaimed_means(variables)
@@ -639,7 +655,7 @@ class TrainingRun(TrainingHooks):
                 values = [trace.value_at_start(each) if begun else each.read_value() for each in carried]
                 self._require_session()
                 self.worker.collectives.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
-                groups[key] = self.worker.add_group(
+                algorithms[key] = self.worker.add_group(
                     optimizer=optimizer,
                     trained=variables,
                     carried=carried,
@@ -650,9 +666,9 @@ class TrainingRun(TrainingHooks):
                 )
                 self.states.begin(trace.states_of_model, trained=variables, joins=self.worker.joining)
                 with as_own_updates():
-                    self._scheme.begin_group(groups[key])
-                self._assignments.add(groups[key])
-        return groups[key]
+                    algorithms[key].begin()
+                self._assignments.add(algorithms[key])
+        return algorithms[key]
 
     # Skipped steps.
 
@@ -671,8 +687,8 @@ class TrainingRun(TrainingHooks):
         return self._passed_steps.is_behind
 
     def _catch_up(self, optimizer) -> tf.Tensor:
-        (group,) = self._groups[optimizer].values()
-        return group.catch_up()
+        (algorithm,) = self._algorithms[optimizer].values()
+        return algorithm.group.catch_up()
 
 
 class _InputContext(tf.distribute.InputContext):

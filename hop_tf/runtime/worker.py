@@ -1,7 +1,7 @@
 """`Worker`: one rank at run time. It owns the transport, the membership and the exchange groups.
 
-A strategy creates a worker, and the Keras hook calls it. A scheme is plugged in through `make_exchange`. Nothing here
-depends on Keras.
+A strategy creates a worker, and the Keras hook calls it. A scheme is plugged in through `make_exchange` and
+`make_algorithm`. Nothing here depends on Keras.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
+from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.epoch_agreement import QUEUE as EPOCHS_QUEUE
 from hop_tf.runtime.epoch_agreement import EpochAgreement
@@ -69,7 +70,8 @@ class Worker:
       options: Deadlines and credentials.
       identity: Fields that must be equal on all ranks.
       neighbors: Ranks that the scheme exchanges messages with.
-      make_exchange: Makes a scheme's exchange for a new group.
+      make_exchange: Makes the exchange of a new group.
+      make_algorithm: Makes the algorithm of a new group, whose exchange is made.
       continue_without_lost: See `Membership`.
       min_ranks: See `Membership`.
       servers: See `Membership`.
@@ -100,6 +102,7 @@ class Worker:
         identity: Mapping[str, str],
         neighbors: Iterable[int],
         make_exchange: Callable[[ExchangeContext], Exchange],
+        make_algorithm: Callable[[Group], Algorithm],
         continue_without_lost: bool = False,
         min_ranks: int = 1,
         servers: Sequence[int] = (),
@@ -112,7 +115,7 @@ class Worker:
         self._options = options
         self._roster = roster
         self._recorder = recorder
-        self._make_exchange = make_exchange
+        self._make_exchange, self._make_algorithm = make_exchange, make_algorithm
         self._pool = BufferPool(PageLock.find())
         self._transport = make_transport(
             cluster,
@@ -137,6 +140,7 @@ class Worker:
         )
         self._groups: list[Group] = []
         self._num_groups = 0
+        self._joined_session: int | None = None
         self._retired_counters = collections.Counter()
         state = ReplicaState(on_state_taken)
         self._joining = Joining(self.membership, state, options.timeout_seconds)
@@ -349,7 +353,7 @@ class Worker:
         statistics: StepStatistics,
         beside: Sequence[TensorSpec] = (),
         num_batches: int = 0,
-    ) -> Group:
+    ) -> Algorithm:
         """Makes the exchange group of an optimizer at its first step. A collective: every rank makes the same groups.
 
         Args:
@@ -362,7 +366,7 @@ class Worker:
           num_batches: Number of batches in an epoch of the training data that ranks share; 0 if not known.
 
         Returns:
-          The group, ready for its first step in the running session.
+          The algorithm of the group, which is ready for its first step in the running session.
 
         Raises:
           MismatchError: If rank 0 has other variables, another optimizer, or an optimizer with other settings.
@@ -407,17 +411,25 @@ class Worker:
             variables=[*trained, *carried],
             num_trained=len(trained),
             packing=packing,
+            context=context,
             exchange=exchange,
             runner=runner,
             step=step,
             statistics=statistics,
         )
+        try:
+            algorithm = self._make_algorithm(group)
+        except BaseException:
+            self._joining.detach(name)
+            group.close()
+            raise
+        self._joining.connect(name, algorithm)
         self._groups.append(group)
         if self._recorder is not None:
             of_variables = group.packing_of_variables
             num_values = sum(of_variables.sizes)
             self._recorder.add_line("group", name=name, num_bytes=of_variables.num_bytes, num_values=num_values)
-        return group
+        return algorithm
 
     def join_at_once(self, group: Group) -> None:
         """Makes this restarted process take part in the running session, from the group's step 0 on.
@@ -426,6 +438,12 @@ class Worker:
         """
         self._joining.join_at_once(group.name)
         group.step.assign(0)
+        self._joined_session = self.membership.session
+
+    @property
+    def has_joined_at_once(self) -> bool:
+        """True if this process has joined the running session by `join_at_once`."""
+        return self._joined_session == self.membership.session
 
     def _rounds_made(self) -> dict[str, int]:
         return {group.name: group.exchange.number_of(int(group.step)) for group in self._groups}

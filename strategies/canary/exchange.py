@@ -13,7 +13,6 @@ from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
 from hop_tf.errors import HopError
 from hop_tf.membership import SessionQueue, Silence
-from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
@@ -82,9 +81,8 @@ class CanaryExchange(Exchange, Joiner):
     Attributes:
       members: For each colayer, the indices of its variables.
       order: The variables of `merge_segment`, in order: colayer by colayer.
-      changes: The changes that this rank makes to these variables.
       colayers: The colayer of each variable.
-      start_step: int64 variable: the first step that this rank makes.
+      start_step: The first step that this rank makes in the running session.
       num_left: int64 variable: the number of colayers that were sent in the latest step. They are the first ones; the
         others were dropped.
       replica: The weights and the record of what was merged into them.
@@ -105,8 +103,6 @@ class CanaryExchange(Exchange, Joiner):
         self._queue = SessionQueue(membership, f"canary/{self._group}", context.session)
         self.members = members
         self.order = [index for colayer in members for index in colayer]
-        variables, values = context.variables, context.values()
-        self.changes = LateChanges([variables[index] for index in self.order], [values[index] for index in self.order])
         self.colayers = {index: colayer for colayer, indices in enumerate(members) for index in indices}
         colayers, whole = [context.packing.part(each) for each in members], context.packing.part(self.order)
         self._last_colayer = len(members) - 1
@@ -137,8 +133,8 @@ class CanaryExchange(Exchange, Joiner):
         # Ranks may join meanwhile, so `Ending` decides which ranks take part.
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh", recovers=False)
         self._num_dropped = self._num_late = 0
+        self.start_step = 0
         with tf.init_scope(), tf.device("/cpu:0"):
-            self.start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
             self.num_left = tf.Variable(len(members), dtype=tf.int64, trainable=False, name="hop_tf_num_left")
         self._begin()
         self._queue.start(self._on_message)
@@ -174,10 +170,9 @@ class CanaryExchange(Exchange, Joiner):
                 thread.reset()
             self.replica.reset()
             self._final.reset(session)
-            self.changes.reset()
             self._queue.session = session
             self._begin()
-            self.start_step.assign(start)
+            self.start_step = start
 
     def _begin(self) -> None:
         self._peers.reset()
@@ -221,7 +216,7 @@ class CanaryExchange(Exchange, Joiner):
         self.replica.begin(weights)
         if self._has_joined:
             self.replica.is_complete = False  # It lacks what the others have merged since they gave these weights.
-            k = int(self.start_step)
+            k = self.start_step
             self._contributions.move(k)
             self._pull(k)
         for thread in self._threads:

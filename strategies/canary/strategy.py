@@ -29,33 +29,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import identity_of
 from hop_tf.collectives import ALGORITHMS, AllReduce
-from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, scaled, slots_of
 from hop_tf.options import CommunicationOptions, checked_options
+from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Exchange
-from hop_tf.runtime.gradients import (
-    GradientExchange,
-    specs_beside,
-    submit_gradients,
-    take_means,
-    with_rows_first,
-)
+from hop_tf.runtime.gradient_algorithm import GradientAlgorithm
+from hop_tf.runtime.gradients import GradientExchange, specs_beside, with_rows_first
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.runtime.ways import Way
 from hop_tf.strategies.canary import colayers
+from hop_tf.strategies.canary.algorithm import CanaryAlgorithm
 from hop_tf.strategies.canary.exchange import CanaryExchange
 from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
 from hop_tf.strategies.canary.settings import CanarySettings
-from hop_tf.strategies.canary.slots import SlotsBefore
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import Packing, TensorSpec
 
@@ -223,7 +216,6 @@ class CanaryStrategy(ExchangeStrategy):
             communication_options=options,
             batch_shares=batch_shares,
             identity={**identity_of(self._settings), "number of interfaces": str(self._num_interfaces)},
-            neighbors=range(cluster.world_size),
             skips_steps=_SKIPS if not self._settings.is_synchronous else "",
             continue_without_lost=self._settings.on_peer_loss == "continue",
             min_ranks=min_ranks,
@@ -278,71 +270,10 @@ class CanaryStrategy(ExchangeStrategy):
         arguments = {} if shares is None else {"part_of": shares.part_of}
         return CanaryExchange(context, members, settings.asynchronous(len(members)), **arguments)
 
-    def begin_training(self, groups: Sequence[Group]) -> None:
-        if not self._settings.is_synchronous:
-            for group in groups:
-                group.exchange.changes.reset()  # Weights that callbacks have loaded are the start, and no change.
-
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, Any]:
+    def make_algorithm(self, group: Group) -> Algorithm:
         if self._settings.is_synchronous:
-            outgoing = submit_gradients(group, gradients, self.training.num_rows)
-            step = group.read_step()
-            means, _ = take_means(group, step, lambda segment: group.collect(outgoing, segment)[0])
-            return scaled(group.optimizer(), means), None
-        _check_averages(group.optimizer())
-        return gradients, SlotsBefore(group.optimizer(), group.trained) if self._settings.drops else None
-
-    def after_update(self, group: Group, slots: SlotsBefore | None) -> tf.Tensor:
-        if self._settings.is_synchronous:
-            return tf.constant(0, tf.int64)
-        exchange = group.exchange
-
-        def start() -> None:
-            group.submit(exchange.changes.known(), exchange.start_segment)
-
-        with tf.device("/cpu:0"):
-            is_first = tf.equal(group.step, exchange.start_step)
-        tf.cond(is_first, start, lambda: None)
-        changes = dict(zip(exchange.order, exchange.changes.take(), strict=True))
-        for colayer, members in enumerate(exchange.members):
-            group.submit([changes[index] for index in members], colayer)
-        weights, num_skipped = group.collect(list(changes.values()), exchange.merge_segment)
-        exchange.changes.replace(weights)
-        if slots is not None:
-            with tf.control_dependencies([num_skipped]):
-                slots.restore(exchange.colayers, exchange.num_left.value())
-        return num_skipped
-
-    def end_step(self, group: Group) -> None:
-        if self._settings.is_synchronous:
-            meet_newcomers(group)
-
-    def common_optimizers(self, group: Group) -> Sequence[tuple]:
-        if not self._settings.is_synchronous:
-            return []
-        return [(group.optimizer(), list(slots_of(group.optimizer(), group.trained).values()))]
-
-    def finish_training(self, group: Group) -> None:
-        exchange, step = group.exchange, int(group.step)
-        if self._settings.is_synchronous or not step:
-            return
-        if step == int(exchange.start_step):  # This rank was started again so late that it has made no step.
-            group.submit(exchange.changes.known(), exchange.start_segment)
-        segment = exchange.finish_segment
-        group.submit(exchange.changes.take(), segment)  # The changes by callbacks since the last step.
-        buckets, _ = group.take(group.read_step(), segment)
-        exchange.changes.replace(exchange.parts[segment].unpack(buckets))
-        group.constrain()
-
-
-def _check_averages(optimizer: Any) -> None:
-    """Raises ValueError if `ema_overwrite_frequency` is set: merging handles steps, not replaced weights."""
-    frequency = ema_overwrite_frequency(optimizer)
-    if frequency is not None:
-        raise ValueError(
-            "the optimizer's `ema_overwrite_frequency` must be None unless consistency='bsp': weights are the sum of "
-            f"all ranks' steps, and no rank can replace them by its own average. Received: {frequency}."
-        )
+            return GradientAlgorithm(group, self.training.shares)
+        return CanaryAlgorithm(group, drops=self._settings.drops)
 
 
 class SynchronousExchange(GradientExchange):

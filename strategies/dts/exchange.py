@@ -7,7 +7,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -19,7 +18,6 @@ from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.outer import OuterSteps
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
 from hop_tf.strategies.dts.windows import Course, Courses, Schedule
 
@@ -103,27 +101,6 @@ class DTSSettings:
         return self.codec if isinstance(self.codec, codecs.TopK) else None
 
 
-class WindowRows:
-    """The rows that a rank has trained on in a window. A window without a step counts as the one before."""
-
-    def __init__(self):
-        self._now, self._before = (
-            tf.Variable(value, dtype=tf.float32, trainable=False, name="hop_tf_window_rows") for value in (0.0, 1.0)
-        )
-
-    def add(self, rows: tf.Tensor) -> None:
-        """Emits the op that counts a step's rows."""
-        self._now.assign_add(tf.cast(rows, tf.float32))
-
-    def take(self) -> tf.Tensor:
-        """Emits the ops that end a window; returns its rows."""
-        with tf.device("/cpu:0"):
-            rows = tf.where(self._now > 0, self._now, self._before)
-            self._before.assign(rows)
-            self._now.assign(0.0)
-            return rows
-
-
 class DTSExchange(AveragingExchange):
     """Averages windows, several at a time.
 
@@ -132,13 +109,10 @@ class DTSExchange(AveragingExchange):
     Args:
       context: Membership, packing and buffers of the group.
       settings: Those of the strategy.
-      outer_optimizer: As of `OuterSteps`.
       tell: As of `Autotuner`.
 
     Attributes:
-      outer: The half in the graph.
-      first_iteration: How many training steps the optimizer had seen when the running `fit` began.
-      rows: What this rank has trained on since it has handed out a window.
+      settings: As given.
       tuner: Chooses; None: nothing is to be chosen.
       pace: As of `Autotuner`.
     """
@@ -149,19 +123,10 @@ class DTSExchange(AveragingExchange):
         self,
         context: ExchangeContext,
         settings: DTSSettings,
-        outer_optimizer: keras.optimizers.Optimizer | None = None,
         tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
     ):
-        self.first_iteration = 0
-        self._settings = settings
+        self.settings = settings
         self.max_in_flight = self.num_threads = settings.num_slots
-        self.outer = OuterSteps(
-            context.variables,
-            context.values(),
-            num_trained=len(context.trained),
-            max_newer=settings.num_slots - 1,
-            optimizer=outer_optimizer,
-        )
         membership, packing = context.membership, context.packing
         ways = settings.ways(membership.world_size, num_encoded_bytes(packing.specs))
         self.tuner, place = None, Autotuner.find_spec(packing.specs)
@@ -197,45 +162,15 @@ class DTSExchange(AveragingExchange):
             admissions=admissions,
             votes_place=None if place is None else packing.place(place),
         )
-        with tf.init_scope(), tf.device("/cpu:0"):
-            self._delay, self._first_step, self._first_window = (
-                tf.Variable(value, dtype=tf.int64, trainable=False, name=f"hop_tf_{name}")
-                for name, value in (("delay", widths[0] - 1), ("first_step", 0), ("first_window", 0))
-            )
-            self.rows = WindowRows()
 
     def _make_mean(self, context: ExchangeContext, name: str, way: Way) -> AllReduce:
-        selection = self._settings.selection  # The graph has left out the other values.
+        selection = self.settings.selection  # The graph has left out the other values.
         codec = way.codec if selection is None else selection.selected()
         return context.make_all_reduce(name, context.packing, codec, way.algorithm)
 
-    # The schedule in the graph.
-
-    @property
-    def schedule(self) -> Schedule:
-        """The running schedule, of tensors; D and p are numbers if they do not change."""
-        delays = self._settings.delays
-        delay = delays[0] if len(delays) == 1 else self._delay.value()
-        interval = self._settings.interval_of(delay)
-        return Schedule(delay, interval, self._first_step.value(), self._first_window.value())
-
-    def known_schedule(self) -> Schedule:
-        """The running schedule, of numbers; outside of the graph."""
-        present = self.schedule
-        numbers = present.delay, present.interval, present.first_step, present.first_window
-        return Schedule(*map(int, numbers))
-
-    @property
-    def changes_schedule(self) -> bool:
-        """True if D is chosen by times."""
-        return len(self._settings.delays) > 1
-
-    def begin_windows(self, step: tf.Tensor, window: tf.Tensor, width: tf.Tensor | None = None) -> None:
-        """Emits the ops that begin a schedule with this step, and this window. Default: with the least delay."""
-        self._first_step.assign(step)
-        self._first_window.assign(window)
-        if self.changes_schedule:
-            self._delay.assign(self._settings.delays[0] if width is None else width - 1)
+    def width_at(self, step: int) -> int:
+        """D + 1 of the schedule that ranks have chosen for a step."""
+        return self._courses.at(step).setting.width
 
     # Windows.
 
@@ -253,19 +188,16 @@ class DTSExchange(AveragingExchange):
         self._begun_at.clear()
         self._exchange_seconds.clear()
         self._is_ending = False
-        self.begin_windows(0, 0)
-        self.outer.begin()
 
     def begin_at(self, step: int) -> None:
         window = self.number_of(step)
         self._sent_rounds = self._num_decided = window
         for slot, reduction in enumerate(self._reductions):
             reduction.begin_at(-((slot - window) // self.num_threads))  # Its first turn that is not before.
-        self.begin_windows(step, window, self._courses.at(step).setting.width)
 
     def common_state(self) -> list[np.ndarray]:
         own = [] if self.tuner is None else [self.tuner.state()]
-        return [*self.outer.merged(), *super().common_state(), *own, self._courses.state()]
+        return [*super().common_state(), *own, self._courses.state()]
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
         *parts, courses = parts
@@ -273,9 +205,7 @@ class DTSExchange(AveragingExchange):
         if self.tuner is not None:
             *parts, state = parts
             self.tuner.take_state(state.copy().view(np.float64))
-        num_variables = len(parts) - 1 - len(self._reductions)
-        super().take_common_state(parts[num_variables:])
-        self.outer.begin_with(parts[:num_variables])
+        super().take_common_state(parts)
 
     def step(self, outgoing: Outgoing) -> Incoming:
         window, buckets = outgoing.step, outgoing.buckets

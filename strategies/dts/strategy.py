@@ -16,8 +16,7 @@ defined for SGD only. We average changes of weights; `hop_tf.runtime.outer` has 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -25,19 +24,18 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
 from hop_tf.collectives import ALGORITHMS
-from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.autotuning import Autotuner
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.runtime.replica_state import describe_optimizer
 from hop_tf.runtime.shares import refuse_float16
 from hop_tf.runtime.ways import Way
+from hop_tf.strategies.dts.algorithm import DTSAlgorithm
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
-from hop_tf.strategies.dts.windows import MAX_WINDOWS, Schedule, largest
+from hop_tf.strategies.dts.windows import MAX_WINDOWS
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import TensorSpec
 
@@ -192,7 +190,6 @@ class DTSStrategy(ExchangeStrategy):
             communication_options=communication_options,
             batch_shares=batch_shares,
             identity=identity_of(self._settings),
-            neighbors=range(cluster.world_size),
             continue_without_lost=self._settings.on_peer_loss == "continue",
             min_ranks=min_ranks,
             patience_seconds=patience_seconds,
@@ -234,10 +231,8 @@ class DTSStrategy(ExchangeStrategy):
                 )
         if self.training.shares is not None:
             refuse_float16(context.packing.specs, self._settings.codec)
-        if self._outer_optimizer is not None and self._outer_optimizer.built:
-            self._outer_optimizer = self._copy(self._outer_optimizer)
         refuse_late_determinism(self._settings, chooses=self._settings.chooses(self.world_size))
-        return DTSExchange(context, self._settings, self._outer_optimizer, self._tell)
+        return DTSExchange(context, self._settings, self._tell)
 
     def _copy(self, optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
         """Returns a new optimizer with the same settings, and a name that is the same on all ranks."""
@@ -245,133 +240,15 @@ class DTSStrategy(ExchangeStrategy):
         with contextlib.nullcontext() if is_within else self.scope():
             return type(optimizer).from_config({**optimizer.get_config(), "name": "outer_optimizer"})
 
-    def common_optimizers(self, group: Group) -> Sequence[tuple]:
-        outer = group.exchange.outer.optimizer
-        if outer is None or outer is not self._outer_optimizer or not outer.built:  # An earlier model's is gone.
-            return []
-        return [(outer, tf_variables(outer.variables))]  # Ranks that have ended early lack some of its updates.
-
-    def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
-        further = [other for other in others if other is not group]
-        if self._outer_optimizer is not None and further:
-            raise ValueError(
-                "`outer_optimizer` must be None where a step trains with several optimizers. "
-                f"Received: {len(further) + 1} of them, and an outer {type(self._outer_optimizer).__name__}."
-            )
-
-    def begin_group(self, group: Group) -> None:
-        if self._outer_optimizer is not None:
-            self.training.worker.collectives.broadcast_initial_values(tf_variables(self._outer_optimizer.variables))
-        group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
-
-    def begin_training(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            group.exchange.first_iteration = int(iterations_variable(group.optimizer()))
-            group.exchange.outer.begin()  # Callbacks may have changed weights.
-
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
-        return gradients, None
-
-    def after_update(self, group: Group, state: None) -> tf.Tensor:
-        exchange = group.exchange
-        with tf.device("/cpu:0"):
-            schedule, num_steps = exchange.schedule, group.read_step() + 1
-            has_ended, ended = schedule.ended(num_steps)
-            is_due, due = schedule.due(num_steps)
-        if self.training.num_rows is not None:
-            exchange.rows.add(self.training.num_rows)
-
-        _when(has_ended, lambda: self._hand_out(group, ended))
-        _when(is_due, lambda: self._merge_due(group, schedule, num_steps, due))
-        return tf.constant(0, tf.int64)
-
-    def _merge_due(self, group: Group, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
-        """Emits the ops that merge a window, and begin another schedule if ranks have chosen one.
-
-        Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
-        """
-        with tf.device("/cpu:0"):
-            num_newer = schedule.num_newer
-        merge = functools.partial(self._merge, group, follows_take=self._settings.merges_at_ends)
-        width = merge(due, num_newer)
-        if not group.exchange.changes_schedule:
-            return
-        with tf.device("/cpu:0"):
-            changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
-            num_ended = schedule.num_ended(num_steps)
-
-        def begin(width: tf.Tensor) -> None:
-            with tf.device("/cpu:0"):
-                group.exchange.begin_windows(num_steps, num_ended, tf.maximum(width, 1))
-
-        def merge_newer() -> None:
-            with tf.device("/cpu:0"):
-                window = due + 1  # If ranks choose, only one has ended since.
-            begin(merge(window, 0))
-
-        with tf.device("/cpu:0"):
-            has_newer = num_newer > 0
-        _when(changes, lambda: _when(has_newer, merge_newer, lambda: begin(width)))
-
-    def _hand_out(self, group: Group, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
-        selection = None if everything else self._settings.selection
-        choose = functools.partial(largest, selection, window) if selection else None
-        changes, weight = group.exchange.outer.take(choose), tf.constant([float(counts)])
-        if self.training.shares is not None and counts:
-            rows = group.exchange.rows.take()
-            changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
-        beside = group.packing.specs[len(group.variables) : -1]
-        changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
-        group.submit([*changes, weight], step=window)
-
-    def _merge(
-        self, group: Group, window: tf.Tensor, num_newer: int | tf.Tensor, *, follows_take: bool = False
-    ) -> tf.Tensor:
-        """Emits the ops that merge a window. Returns the width that ranks have chosen, or 0."""
-        (*means, share), _ = group.collect([], step=window)
-        exchange, width = group.exchange, tf.constant(0, tf.int64)
-        if exchange.tuner is not None:
-            *means, chosen = means
-            with tf.device("/cpu:0"):
-                width = tf.cast(chosen[0, 0], tf.int64)
-        if exchange.admissions is not None:
-            *means, decided = means
-            with tf.device("/cpu:0"):
-                exchange.admissions.note_meeting(decided[0], exchange.schedule.begin_of(window))
-                exchange.roster.follow(decided[1] > 0)
-        exchange.outer.merge(means, num_newer, share[0], follows_take)
-        return width
-
-    def end_step(self, group: Group) -> None:
-        meet_newcomers(group, lambda: self._settle(group))
-
-    def _settle(self, group: Group) -> None:
-        """Emits the ops that merge all windows in flight, at the end of a window."""
-        with tf.device("/cpu:0"):
-            schedule, now = group.exchange.schedule, group.read_step()
-            num_ended = schedule.num_ended(now)
-            num_merged = schedule.num_ended(tf.maximum(schedule.first_step, now - schedule.delay))
-        for num_newer in reversed(range(self._settings.num_slots - 1)):
-            with tf.device("/cpu:0"):
-                window = num_ended - 1 - num_newer
-                is_in_flight = window >= num_merged
-            _when(is_in_flight, functools.partial(self._merge, group, window, num_newer))
-        group.exchange.begin_windows(now, num_ended)
-
-    def finish_training(self, group: Group) -> None:
-        num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
-        if not num_steps and num_batches == group.exchange.first_iteration:
-            return  # The group has not trained. Others may have dropped it.
-        schedule = group.exchange.known_schedule()
-        under_way = schedule.under_way(num_steps)
-        # There is a last window even without further steps, because callbacks, and batches without an update, change
-        # variables. It does not count then, because ranks that go on may have a whole window.
-        group.exchange.end_windows()
-        counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
-        self._hand_out(group, tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
-        for window in [*under_way, under_way.stop]:
-            self._merge(group, tf.constant(window, tf.int64), under_way.stop - window)
-        group.constrain()
+    def make_algorithm(self, group: Group) -> DTSAlgorithm:
+        if self._outer_optimizer is not None and self._outer_optimizer.built:
+            self._outer_optimizer = self._copy(self._outer_optimizer)
+        return DTSAlgorithm(
+            group,
+            self.training.shares,
+            outer_optimizer=lambda: self._outer_optimizer,
+            broadcast=self.training.worker.collectives.broadcast_initial_values,
+        )
 
 
 def _checked_outer_optimizer(optimizer: object) -> str:
@@ -392,12 +269,3 @@ def _checked_outer_optimizer(optimizer: object) -> str:
                 f"Received: {name}={value!r} in {type(optimizer).__name__}."
             )
     return describe_optimizer(optimizer)
-
-
-def _when(condition: tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
-    """Emits ops that run if `condition` holds, and others that run if it does not."""
-
-    def run(emit: Callable[[], object]) -> None:
-        emit()
-
-    tf.cond(condition, functools.partial(run, emit), functools.partial(run, otherwise))

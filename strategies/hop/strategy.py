@@ -33,7 +33,8 @@ import tensorflow as tf
 from hop_tf.arguments import identity_of
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP, HopExchange
+from hop_tf.strategies.hop.algorithm import HopAlgorithm
+from hop_tf.strategies.hop.exchange import HopExchange
 from hop_tf.strategies.hop.settings import HopSettings, SkipIterations
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.topology import Topology, resolve
@@ -188,52 +189,8 @@ class HopStrategy(ExchangeStrategy):
     def make_exchange(self, context: ExchangeContext) -> HopExchange:
         return HopExchange(context, topology=self._topology, settings=self._settings)
 
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, tuple]:
-        num_skipped = tf.constant(0, tf.int64)
-        if self._settings.update_order == "parallel":
-            num_skipped = self._average(group, values, gradients)
-        before = [] if self.training.shares is None else _read(group.trained)
-        return gradients, (num_skipped, before)
-
-    def after_update(self, group: Group, state: tuple[tf.Tensor, Sequence[tf.Tensor]]) -> tf.Tensor:
-        num_skipped, before = state
-        if before:
-            self._weigh_step(group, before)
-        if self._settings.update_order == "serial":
-            values = _read(group.variables)
-            num_skipped = self._average(group, values, values)
-        if self._settings.skip is not None:
-            tf.cond(num_skipped > 0, lambda: self._renew(group), lambda: num_skipped)
-        return num_skipped
-
-    def _weigh_step(self, group: Group, before: Sequence[tf.Tensor]) -> None:
-        """Multiplies the optimizer's step by n times this rank's part of a batch, for n ranks that are present."""
-        more = self.training.shares.times_mean - 1
-        for variable, value in zip(group.trained, before, strict=True):
-            variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
-
-    def _average(self, group: Group, values: Sequence[tf.Tensor], computed: Sequence) -> tf.Tensor:
-        """Lines 11, 13, 14: adds (reduced - sent), which keeps the optimizer's earlier changes, such as decay."""
-        group.submit(values)
-        segment = STEP
-        if self._settings.tolerates_stragglers:
-            segment = REDUCTION
-            group.signal(segment, computed)
-        changes, num_skipped = group.collect(computed, segment)
-        group.add(changes)
-        return num_skipped
-
-    def _renew(self, group: Group) -> tf.Tensor:
-        """Before a jump: averages the parameters with newer ones (section 5)."""
-        values = _read(group.variables)
-        group.submit(values, RENEWAL)
-        changes, num_skipped = group.collect(values, RENEWAL)
-        group.add(changes)
-        return num_skipped
-
-
-def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    return [variable.read_value() for variable in variables]
+    def make_algorithm(self, group: Group) -> HopAlgorithm:
+        return HopAlgorithm(group, self._settings, self.training.shares)
 
 
 def _describe(argument: object, topology: Topology) -> str:

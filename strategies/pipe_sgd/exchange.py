@@ -6,18 +6,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-import tensorflow as tf
-
 from hop_tf import codecs
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.replay import Replay, make_replay
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
 from hop_tf.tensors.packing import Packing
-
-# A step that no `fit` reaches.
-_NEVER = 1 << 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,9 +71,8 @@ class PipeSGDExchange(GradientExchange):
       tell: As of `Autotuner`.
 
     Attributes:
+      settings: As given.
       width: K of the graph. If ranks choose K, it is 1 at first.
-      replay: The local look-ahead that a rank computes with, or None if a rank computes with the merged weights.
-      pipelined_from: int64 variable: the step of the running session with which the pipe began to fill.
     """
 
     def __init__(
@@ -88,6 +81,7 @@ class PipeSGDExchange(GradientExchange):
         settings: PipeSGDSettings,
         tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
     ):
+        self.settings = settings
         self.width = settings.widths[0]
         # Without a replay, a rank has computed its weights with its own rate.
         adopts_rate = None if self.delay == 0 else settings.replays
@@ -102,50 +96,15 @@ class PipeSGDExchange(GradientExchange):
             delay=settings.delay,
         )
         self.max_in_flight = max(settings.widths) * len(self.parts)
-        self._optimizer, self._trained, self._replays = context.optimizer, context.trained, settings.replays
-        self._made_replays: dict[int, Replay] = {}  # By K, because graphs that were traced with a replay keep it.
-        self.replay = self._replay_of_width()
-        with tf.init_scope(), tf.device("/cpu:0"):
-            # A rank that joins has nothing in flight until it has joined.
-            start = _NEVER if membership.joining else settings.warmup_steps
-            self.pipelined_from = tf.Variable(start, dtype=tf.int64, trainable=False, name="hop_tf_pipelined_from")
 
     @property
     def delay(self) -> int:
         """K - 1: the number of steps by which means are merged late."""
         return self.width - 1
 
-    def change_width(self, width: int, step: int) -> None:
-        """Takes another K, for the graph that is traced next. Must be called before `step`, with all means merged."""
+    def change_width(self, width: int) -> None:
+        """Takes another K. Called between two steps, with all means merged."""
         self.width = width
-        self.replay = self._replay_of_width()
-        self.begin_pipe(step)
-
-    def _replay_of_width(self) -> Replay | None:
-        if not self._replays or self.delay == 0:
-            return None
-        if self.width not in self._made_replays:
-            self._made_replays[self.width] = make_replay(self._optimizer(), self._trained, self.delay)
-        return self._made_replays[self.width]
-
-    def begin_at(self, step: int) -> None:
-        super().begin_at(step)
-        self.begin_pipe(step)
-
-    def begin_pipe(self, step: int) -> None:
-        """Begins with an empty pipe: the present variables and slots are the merged ones."""
-        if self.replay is not None:
-            self.pipelined_from.assign(step)
-            self.replay.begin()
-
-    def reset(self, session: int) -> None:
-        # Ranks may have made different numbers of steps of the first `fit`. But all have made it, so warm-up is over.
-        self.pipelined_from.assign(_NEVER if self._membership.joining else 0)
-        super().reset(session)
-
-    def in_flight(self, num_steps: int) -> range:
-        """The steps whose means were not taken after `num_steps` steps."""
-        return range(max(num_steps - self.delay, min(int(self.pipelined_from), num_steps)), num_steps)
 
 
 def _segments(packing: Packing, num_segments: int) -> list[list[int]]:

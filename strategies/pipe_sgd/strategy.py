@@ -28,7 +28,6 @@ back-propagation goes on.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,24 +36,18 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
 from hop_tf.collectives import ALGORITHMS
-from hop_tf.keras_hook.optimizers import (
-    gradient_accumulation_steps,
-    iterations_variable,
-    loss_scale,
-    scaled,
-    slots_of,
-    use_ema,
-)
+from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, loss_scale, use_ema
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
 from hop_tf.runtime.choosing import AUTO
-from hop_tf.runtime.gradients import specs_beside, submit_gradients, take_means
+from hop_tf.runtime.gradient_algorithm import GradientAlgorithm
+from hop_tf.runtime.gradients import specs_beside
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.runtime.meeting import meet_newcomers
 from hop_tf.runtime.ways import Way
+from hop_tf.strategies.pipe_sgd.algorithm import PipelinedAlgorithm
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
-from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tensors.packing import TensorSpec
 
 _COMPENSATIONS = ("replay", "none")
 
@@ -211,7 +204,6 @@ class PipeSGDStrategy(ExchangeStrategy):
             communication_options=communication_options,
             batch_shares=batch_shares,
             identity=identity_of(self._settings),
-            neighbors=range(cluster.world_size),
             continue_without_lost=self._settings.on_peer_loss == "continue",
             min_ranks=min_ranks,
             patience_seconds=patience_seconds,
@@ -243,153 +235,9 @@ class PipeSGDStrategy(ExchangeStrategy):
             chooses=self._settings.chooses(self.world_size),
         )
 
-    def check_further_group(self, group: Group, others: Sequence[Group]) -> None:
-        again = [other for other in others if other.optimizer() is group.optimizer()]
-        if not again or all(self.makes_way(each) for each in (group, *again)):
-            return
-        raise ValueError(
-            "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
-            "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
-            f"part. Received: compensation='replay', and {type(group.optimizer()).__name__}, applied again."
-        )
-
-    def watched(self, group: Group) -> Sequence[tf.Variable]:
-        return [*group.trained, *slots_of(group.optimizer(), group.trained).values()]
-
-    def makes_way(self, group: Group) -> bool:
-        """True if K is 1. If ranks choose K, it stays 1 from now on."""
-        exchange = group.exchange
-        if exchange.replay is not None:
-            return False
-        if exchange.tuner is not None:
-            exchange.tuner.is_narrow = True
-        return True
-
-    def take_assigned(self, group: Group, weights: Sequence[tf.Tensor]) -> tf.Tensor:
-        exchange = group.exchange
-        with tf.device("/cpu:0"):
-            is_merged = tf.equal(group.step, exchange.pipelined_from)  # Nothing is in flight.
-        tf.cond(is_merged, lambda: exchange.replay.take(weights), lambda: None)
-        return is_merged
-
-    def begin_eager_step(self, group: Group) -> None:
-        if int(group.step) == int(group.exchange.pipelined_from):
-            _begin_pipe(group)
-
-    def begin_training(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            _begin_pipe(group)
-
-    def begin_epoch(self, group: Group) -> None:
-        _begin_pipe(group)
-
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, None]:
-        exchange = group.exchange
-        outgoing = submit_gradients(group, gradients, self.training.num_rows)  # Line 10.
-
-        def take_due(segment: int) -> list[tf.Tensor]:  # Line 3.
-            return group.collect(outgoing, segment, lambda t, segment: self._take_due(group, t, segment))[0]
-
-        is_synchronous = exchange.replay is None
-        if not is_synchronous and tf.executing_eagerly() and not exchange.replay.has_begun:
-            # It is too late to keep the values from before the group's first update: see `begin_eager_step`. Ranks
-            # begin with rank 0's learning rate, so weights have decayed alike.
-            exchange.pipelined_from.assign(1)
-            is_synchronous = True
-        means, rate = take_means(group, self._due(group, group.read_step()), take_due)
-        if is_synchronous:
-            return scaled(group.optimizer(), means), None
-        exchange.replay.begin_once()
-        own = outgoing[: group.num_trained]
-
-        with tf.device("/cpu:0"):
-            has_filled = group.step >= exchange.pipelined_from + exchange.delay
-        exchange.replay.advance(has_filled, means, rate, own)
-        return gradients, None
-
-    def after_update(self, group: Group, state: None) -> tf.Tensor:
-        return tf.constant(0, tf.int64)
-
-    def end_step(self, group: Group) -> None:
-        meet_newcomers(group, lambda: self._settle(group))
-
-    def graph_of(self, group: Group) -> int:
-        return group.exchange.width
-
-    def change_graph(self, group: Group) -> bool:
-        exchange = group.exchange
-        if exchange.tuner is None or (len(exchange.chosen_widths) == 1 and not exchange.is_to_change):
-            return False
-        # An earlier step's choice, because means of later steps may have come on some ranks only. All ranks must change
-        # K in the same step, because updates with another K may differ in the last bit.
-        step = int(group.step)
-        width = exchange.chosen_width(step - exchange.width)
-        if width == exchange.width or (width > 1 and exchange.tuner.is_narrow):
-            return False
-        self.finish_training(group)
-        exchange.change_width(width, step)
-        return True
-
-    def _settle(self, group: Group) -> None:
-        """Emits the ops that merge all means in flight, and begin with an empty pipe."""
-        exchange = group.exchange
-        if exchange.replay is None:
-            return
-
-        def merge(t: tf.Tensor) -> tf.Tensor:
-            means, rate = take_means(group, t, lambda segment: self._take(group, t, segment))
-            exchange.replay.merge(means, rate)
-            return t + 1
-
-        now = group.read_step()
-        with tf.device("/cpu:0"):
-            start = tf.maximum(now - exchange.delay, exchange.pipelined_from)
-        tf.while_loop(lambda t: t < now, merge, [start])
-        exchange.pipelined_from.assign(now)
-
-    def _take(self, group: Group, t: tf.Tensor, segment: int) -> list[tf.Tensor]:
-        """Takes the mean of step t."""
-        buckets, _ = group.take(t, segment)
-        return group.exchange.parts[segment].unpack(buckets)
-
-    def _take_due(self, group: Group, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Takes the mean of step t - (K - 1), or of t during warm-up, or zeros while the pipe fills."""
-        delay = group.exchange.delay
-        if delay == 0:
-            return group.take(t, segment)
-        start, due = group.exchange.pipelined_from, self._due(group, t)
-        with tf.device("/cpu:0"):  # Both branches return buckets on the host. Their consumers copy them to a GPU once.
-            fills = tf.logical_and(t >= start, due < start)
-            return tf.cond(fills, lambda: _zeros(group.exchange.parts[segment]), lambda: group.take(due, segment))
-
-    def _due(self, group: Group, t: tf.Tensor) -> tf.Tensor:
-        """The step whose mean is taken in step t, if any."""
-        exchange = group.exchange
-        with tf.device("/cpu:0"):
-            return tf.where(t < exchange.pipelined_from, t, t - exchange.delay)
-
-    def common_optimizers(self, group: Group) -> Sequence[tuple]:
-        return [(group.optimizer(), list(slots_of(group.optimizer(), group.trained).values()))]
-
-    def end_epoch(self, group: Group) -> None:
-        if group.exchange.replay is not None:
-            self.finish_training(group)
-            _begin_pipe(group)  # So that a second call merges nothing.
-
-    def finish_training(self, group: Group) -> None:
-        exchange, count = group.exchange, iterations_variable(group.optimizer())
-        num_batches = int(count)
-        for t in exchange.in_flight(int(group.step)):
-            t = tf.constant(t, tf.int64)
-            means, rate = take_means(group, t, functools.partial(self._take, group, t))
-            if exchange.replay is not None:
-                exchange.replay.merge(means, rate)
-        if exchange.replay is not None and gradient_accumulation_steps(group.optimizer()) > 1:
-            count.assign(num_batches)  # Accumulated batches may wait for the next update.
-
-    def break_off(self, group: Group) -> None:
-        if group.exchange.replay is not None and group.exchange.in_flight(int(group.step)):
-            group.exchange.replay.restore()
+    def make_algorithm(self, group: Group) -> GradientAlgorithm:
+        is_late = group.exchange.settings.delay > 0
+        return (PipelinedAlgorithm if is_late else GradientAlgorithm)(group, self.training.shares)
 
 
 def _why_narrow(optimizer: Any) -> str:
@@ -408,12 +256,3 @@ def _why_narrow(optimizer: Any) -> str:
             f"gradient_accumulation_steps={every}."
         )
     return ""
-
-
-def _begin_pipe(group: Group) -> None:
-    group.exchange.begin_pipe(int(group.step))
-
-
-def _zeros(packing: Packing) -> tuple[list[tf.Tensor], tf.Tensor]:
-    buckets = [tf.zeros([size], dtype) for size, dtype in zip(packing.sizes, packing.dtypes, strict=True)]
-    return buckets, tf.constant(0, tf.int64)

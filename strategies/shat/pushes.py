@@ -59,7 +59,7 @@ class Pushes(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> PushedStep:
-        """Emits the ops before the optimizer's update. See `Scheme.before_update`."""
+        """Emits the ops before the optimizer's update. See `Algorithm.before_update`."""
 
     @abc.abstractmethod
     def finish(self, group: Group, step: PushedStep) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:

@@ -32,12 +32,12 @@ from hop_tf import codecs
 from hop_tf.arguments import checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
-from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.strategies.shat.algorithm import ShatAlgorithm
 from hop_tf.strategies.shat.exchange import ShatExchange
-from hop_tf.strategies.shat.pushes import PushedStep, num_beside
+from hop_tf.strategies.shat.pushes import num_beside
 from hop_tf.strategies.shat.server.service import serve
 from hop_tf.strategies.shat.server.snapshots import SnapshotOptions
 from hop_tf.strategies.shat.settings import ShatSettings, mixing_weight
@@ -169,7 +169,6 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         self.in_lock_step = consistency == "bsp"
         self.mixes_weights = not self.in_lock_step
         self._num_servers = len(cluster.servers)
-        self._joined_session: int | None = None  # The session that this process joined after it was started again.
         super().__init__(
             cluster=cluster,
             devices=devices,
@@ -205,16 +204,16 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         """
         super().synchronize(model)
         weights = {id(weight.value) for weight in model.weights}
-        for group in self.training.groups:
-            if weights.issuperset(map(id, group.trained)) and self._is_current(group):
-                group.exchange.state.pull(finalizes=True)
+        for algorithm in self.training.algorithms:
+            if weights.issuperset(map(id, algorithm.group.trained)) and self._is_current(algorithm):
+                algorithm.served.pull(finalizes=True)
 
-    def _is_current(self, group: Group) -> bool:
+    def _is_current(self, algorithm: ShatAlgorithm) -> bool:
         """True if no other group has since trained variables of this group."""
-        own = set(map(id, group.trained))
+        own = set(map(id, algorithm.group.trained))
         return all(
-            other.exchange.last_session <= group.exchange.last_session or own.isdisjoint(map(id, other.trained))
-            for other in self.training.groups
+            other.last_session <= algorithm.last_session or own.isdisjoint(map(id, other.group.trained))
+            for other in self.training.algorithms
         )
 
     def report(self) -> dict[str, float]:
@@ -236,48 +235,23 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     def make_exchange(self, context: ExchangeContext) -> ShatExchange:
         return ShatExchange(context, self._settings, self.training.shares)
 
+    def make_algorithm(self, group: Group) -> ShatAlgorithm:
+        return ShatAlgorithm(group, self._settings, self.training.worker)
+
     def specs_beside(self) -> Sequence[TensorSpec]:
         size = num_beside(self._num_servers, weighs_rows=self.training.shares is not None)
         return [TensorSpec("hop_tf/beside", (size,), tf.float32, exact=True)]
 
-    def begin_group(self, group: Group) -> None:
-        joins = self.training.worker.joining
-        group.exchange.state.configure(joins=joins)
-        if joins:
-            self.training.worker.join_at_once(group)
-            self._joined_session = self.training.worker.membership.session
-
     def check_new_group(self) -> None:
-        if self.training.worker.membership.session == self._joined_session:
+        if self.training.worker.has_joined_at_once:
             raise ValueError(
                 "to join a running job after a restart, a step must update by one optimizer only: what makes a second "
                 "one alike on all ranks, the others have done already. Start the whole job again."
             )
 
-    def before_update(self, group: Group, values: Sequence[tf.Tensor], gradients: list) -> tuple[list, PushedStep]:
-        return gradients, group.exchange.pushes.begin(group, values, gradients)
-
-    def after_update(self, group: Group, state: PushedStep) -> tf.Tensor:
-        local, outgoing = group.exchange.pushes.finish(group, state)
-        received, _ = group.collect(outgoing)  # Line 6.
-        weights = received[-1]
-        for index, variable in enumerate(group.trained):
-            variable.assign(_mix(local[index], received[index], group.exchange.spread(weights, index)))  # Line 8.
-        for variable, change in zip(group.carried, received[group.num_trained : -1], strict=True):
-            variable.assign_add(change)
-        if ema_overwrite_frequency(group.optimizer()):
-            # The servers have replaced weights by averages. The worker's optimizer does so next, then without effect.
-            for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
-                average.assign(variable)
-        return tf.constant(0, tf.int64)
-
-    def break_off(self, group: Group) -> None:
-        if group.exchange.sent_rounds:
-            group.exchange.state.keep_model()  # The model is a mixture that contains others' pushes in part.
-
-    def begin_training(self, groups: Sequence[Group]) -> None:
-        for group in groups:
-            group.exchange.state.offer()
+    def begin_training(self, algorithms: Sequence[ShatAlgorithm]) -> None:
+        for algorithm in algorithms:
+            algorithm.served.offer()
         if self.training.worker is None:
             return
         if self.is_chief:
@@ -285,21 +259,6 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             if not self._settings.keeps_own_models:  # With "ensemble", rank 0's model is not the servers' yet.
                 return
         # If groups have variables in common, the group that was trained last has their values.
-        for group in sorted(groups, key=lambda group: group.exchange.last_session):
-            if group.exchange.is_configured:  # Not if the group's first `fit` was aborted early.
-                group.exchange.state.pull(after_offers=True)
-
-    def finish_training(self, group: Group) -> None:
-        if not group.exchange.sent_rounds:  # Others may keep older values of the same variables.
-            return
-        if self._settings.keeps_own_models:
-            group.exchange.state.keep_model()
-        else:
-            group.exchange.state.pull()
-
-
-def _mix(local: tf.Tensor, server: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Equation 3. With weight 1 the result is the server's model, to the bit."""
-    dtype = tf.float64 if local.dtype == tf.float64 else tf.float32
-    weight = tf.cast(weight, dtype)
-    return tf.cast((1 - weight) * tf.cast(local, dtype) + weight * tf.cast(server, dtype), local.dtype)
+        for algorithm in sorted(algorithms, key=lambda algorithm: algorithm.last_session):
+            if algorithm.is_configured:  # Not if the group's first `fit` was aborted early.
+                algorithm.served.pull(after_offers=True)

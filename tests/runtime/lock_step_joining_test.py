@@ -246,7 +246,8 @@ class _Rank(State):
             step += num
             self._num_steps = step
         if self._job.chooses:
-            self._schedule = self._exchange.known_schedule()
+            width, window = self._exchange.width_at(step), self._exchange.number_of(step)
+            self._schedule = _SETTINGS.schedule_of(width, step, window)
         self._first_window = self._schedule.num_ended(step)
         self._job.first_steps[self.name] = self._first_window
         self._takes_part = True

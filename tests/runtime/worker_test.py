@@ -20,6 +20,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFailedError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.options import STACKS_VARIABLE, CommunicationOptions
+from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.exchange import Exchange, Incoming
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.worker import Worker
@@ -28,6 +29,11 @@ from hop_tf.tools.testing import MultiProcessRunner
 from support import error_of
 
 _DEADLINE_SECONDS = 30.0
+
+
+class _Nothing(Algorithm):
+    def before_update(self, values, gradients):
+        return gradients
 
 
 class Echo(Exchange):
@@ -123,6 +129,7 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
             identity={},
             neighbors=[1 - cluster.rank],
             make_exchange=make_exchange,
+            make_algorithm=_Nothing,
             continue_without_lost=self.continue_without_lost,
         )
 
@@ -140,13 +147,14 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
         optimizers = [make_optimizer(rank) for rank in range(2)]
 
         def add_group(rank, worker):
-            return worker.add_group(
+            algorithm = worker.add_group(
                 optimizer=optimizers[rank],
                 trained=make_variables(rank),
                 carried=[],
                 carried_values=[],
                 statistics=StepStatistics(),
             )
+            return algorithm.group
 
         return optimizers, self.on_both(add_group)
 

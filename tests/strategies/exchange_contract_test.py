@@ -801,7 +801,7 @@ _SERVED = {
     "also_raises": "rank 0 has gone before the servers had its model",
 }
 MEMBERS = {
-    "own": Member(lambda context: LocalSGDStrategy.make_exchange(None, context)),
+    "own": Member(AveragingExchange),
     "averaging_ring": Member(_ring),
     "averaging_ring_continue": Member(_ring, **_CONTINUES),
     "pipe_sgd": Member(_pipe_sgd, **_GRADIENTS),

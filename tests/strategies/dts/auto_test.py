@@ -67,7 +67,7 @@ def _fit_in(strategy, *args, **kwargs):
 
 def _note_delays(strategy, delays):
     def note(batch, logs):
-        delays.append(strategy.training.groups[0].exchange.known_schedule().delay)
+        delays.append(strategy.training.algorithms[0].known_schedule().delay)
 
     return keras.callbacks.LambdaCallback(on_train_batch_end=note)
 
@@ -168,7 +168,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             for number in range(2 * num_steps):
                 # A custom loop divides by the number of ranks: the mean here is of sums.
                 step(tf.constant(gradients[number, strategy.rank][:, None]))
-                delays.add(strategy.training.groups[0].exchange.known_schedule().delay)
+                delays.add(strategy.training.algorithms[0].known_schedule().delay)
                 if number % num_steps == num_steps - 1:
                     strategy.synchronize(model)
             return model.get_weights()[0][:, 0], delays

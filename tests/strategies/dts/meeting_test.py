@@ -33,8 +33,8 @@ class Counter(keras.Model):
 def _count(strategy):
     def agree_to_meet(batch, logs):
         if batch == _MEETING - 1:
-            for group in strategy.training.groups:
-                group.exchange.admissions.meet_at.assign(_MEETING)
+            for algorithm in strategy.training.algorithms:
+                algorithm._meeting.note(tf.constant([1.0]), tf.constant(_MEETING - 1, tf.int64))
 
     with strategy.scope():
         model = Counter()

@@ -11,13 +11,13 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import absltest
 
-import hop_tf
 from hop_tf import codecs
 from hop_tf.runtime.autotuning import Setting
 from hop_tf.runtime.exchange import Outgoing
 from hop_tf.runtime.gradients import specs_beside
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way
+from hop_tf.strategies.pipe_sgd.algorithm import PipelinedAlgorithm
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange, PipeSGDSettings
 from hop_tf.tensors.fifo import SimulatedFifo
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -58,7 +58,13 @@ class _Rank:
 
     def train(self):
         self._membership.begin_session()
-        self._exchange = PipeSGDExchange(self._context(), _SETTINGS, self._note_choice)
+        context = self._context()
+        self._exchange = PipeSGDExchange(context, _SETTINGS, self._note_choice)
+        group = types.SimpleNamespace(
+            context=context, exchange=self._exchange, optimizer=context.optimizer, trained=context.trained
+        )
+        self._algorithm = PipelinedAlgorithm(group)
+        self._algorithm.finish = lambda: self._wait_for(group.step)
         self._world.cluster.start_thread(self._rank, "communication", self._communicate)
         for step in range(_NUM_STEPS):
             self._world.begin_step(self._rank, step)
@@ -92,10 +98,9 @@ class _Rank:
         self.told.append((len(self.digests), way, width))
 
     def _change_graph(self, step):
-        """Changes the width of the graph as the strategy does before each step of `fit`."""
-        strategy = types.SimpleNamespace(finish_training=lambda group: self._wait_for(group.step))
-        group = types.SimpleNamespace(step=step, exchange=self._exchange)
-        hop_tf.PipeSGDStrategy.change_graph(strategy, group)
+        """Changes the width of the graph as `fit` does before each step."""
+        self._algorithm.group.step = step
+        self._algorithm.change_graph()
 
     def _communicate(self):
         for step in range(_NUM_STEPS):

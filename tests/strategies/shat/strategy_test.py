@@ -556,13 +556,13 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
         """The other ranks do not repeat the collective that makes the second optimizer equal on all ranks."""
 
         def train(strategy):
-            begin_group = strategy.begin_group
+            make_algorithm = strategy.make_algorithm
 
-            def begin_group_and_join(group):  # As in a restarted process.
-                begin_group(group)
-                strategy._joined_session = 1
+            def make_algorithm_of_joined(group):  # As in a restarted process.
+                strategy.training.worker._joined_session = 1
+                return make_algorithm(group)
 
-            strategy.begin_group = begin_group_and_join
+            strategy.training.worker._make_algorithm = make_algorithm_of_joined
             with strategy.scope():
                 model = _TwoOptimizers()
                 model.build((None, 3))

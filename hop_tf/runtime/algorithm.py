@@ -1,0 +1,122 @@
+"""`Algorithm`: a strategy's half of the training graph."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable, Sequence
+
+import keras
+import tensorflow as tf
+
+from hop_tf.runtime.group import Group
+from hop_tf.runtime.joiner import GraphState
+
+
+class Algorithm(GraphState, abc.ABC):
+    """A strategy's half of the training graph for the variables of one optimizer, and its work between steps.
+
+    The other half is an `Exchange`, on a thread of its own. In a step, Keras computes gradients, and then come
+
+        before_update  ->  the optimizer updates the variables  ->  after_update  ->  end_step
+
+    Methods that emit are called while a training step is traced (or, with `run_eagerly`, in each step). The others are
+    called outside of graphs. All but the first one have defaults.
+
+    Args:
+      group: The variables, and their way to the exchange.
+
+    Attributes:
+      group: As given.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+
+    @abc.abstractmethod
+    def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
+        """Emits the operations before the optimizer updates the variables.
+
+        Args:
+          values: The values of `group.variables` when the step began.
+          gradients: The local gradients, as the optimizer got them.
+
+        Returns:
+          The gradients for the optimizer to apply.
+        """
+
+    def after_update(self) -> tf.Tensor:
+        """Emits the operations after the update.
+
+        Returns:
+          int64 scalar: the number of training steps to skip (see `Incoming.num_skipped`).
+        """
+        return tf.constant(0, tf.int64)
+
+    def end_step(self) -> None:
+        """Emits the operations when all of a step is done, including what follows the update."""
+
+    # Between steps.
+
+    def begin(self) -> None:
+        """Prepares a new group, eagerly, before its first step."""
+
+    def begin_session(self) -> None:
+        """Prepares an existing group, eagerly, for step 0 of a session, or for a rank that was left behind."""
+
+    def begin_training(self) -> None:
+        """Prepares an existing group, eagerly, before the first step of a `fit`."""
+
+    def begin_epoch(self) -> None:
+        """Prepares an existing group, eagerly, before the first step of an epoch of `fit`."""
+
+    def begin_eager_step(self) -> None:
+        """Prepares an existing group for an eager step, in which no graph defines the order of operations."""
+
+    def end_epoch(self) -> None:
+        """Prepares the variables, eagerly, for validation and callbacks at the end of an epoch of `fit`."""
+
+    def finish(self) -> None:
+        """Completes the work, eagerly, when `fit` has made its last step."""
+
+    def abort(self) -> None:
+        """Cleans up, eagerly, when `fit` has failed. Must not wait for other ranks."""
+
+    # Programs that do more than a plain step.
+
+    def check_further(self, others: Sequence[Algorithm]) -> None:
+        """Raises ValueError if the group cannot be updated in the same step after these others (or itself)."""
+
+    def common_optimizers(self) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
+        """Optimizers that update the group equally on all ranks, each with its slots, which `synchronize` averages."""
+        return ()
+
+    def watched(self) -> Sequence[tf.Variable]:
+        """Variables of which the algorithm keeps a second copy. Used only if `Scheme.takes_assignments` is False."""
+        return self.group.trained
+
+    def makes_way(self) -> bool:
+        """True if assigned weights count from now on. An algorithm that may keep a second copy of them then keeps none.
+
+        Called when the program assigns weights of the group: before the update, after it, or between two steps of
+        `fit`. Also called for each custom loop.
+        """
+        return False
+
+    def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Emits the operations that take weights that a custom loop has assigned between two steps.
+
+        Args:
+          weights: The trained weights at the start of the step.
+
+        Returns:
+          bool scalar: False if that is not possible.
+        """
+        return tf.constant(False)
+
+    def graph_key(self) -> Hashable:
+        """A key that tells the algorithm's graphs apart: see `change_graph`."""
+        return None
+
+    def change_graph(self) -> bool:
+        """Changes the graph of the training step, eagerly, before a step of `fit`. Returns True if it has changed."""
+        return False

@@ -1,0 +1,260 @@
+"""`DTSAlgorithm`: a worker's steps under DTS. See `hop_tf.strategies.dts.strategy`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
+from hop_tf.keras_hook.shares import BatchShares
+from hop_tf.runtime.algorithm import Algorithm
+from hop_tf.runtime.group import Group
+from hop_tf.runtime.meeting import Meeting
+from hop_tf.runtime.outer import OuterSteps
+from hop_tf.strategies.dts.exchange import DTSExchange
+from hop_tf.strategies.dts.windows import Schedule, largest
+
+
+class WindowRows:
+    """The rows that a rank has trained on in a window. A window without a step counts as the one before."""
+
+    def __init__(self):
+        self._now, self._before = (
+            tf.Variable(value, dtype=tf.float32, trainable=False, name="hop_tf_window_rows") for value in (0.0, 1.0)
+        )
+
+    def add(self, rows: tf.Tensor) -> None:
+        """Emits the op that counts a step's rows."""
+        self._now.assign_add(tf.cast(rows, tf.float32))
+
+    def take(self) -> tf.Tensor:
+        """Emits the ops that end a window; returns its rows."""
+        with tf.device("/cpu:0"):
+            rows = tf.where(self._now > 0, self._now, self._before)
+            self._before.assign(rows)
+            self._now.assign(0.0)
+            return rows
+
+
+class DTSAlgorithm(Algorithm):
+    """Makes steps of the rank's own optimizer, hands out windows of changes, and merges their means D steps later.
+
+    Args:
+      group: The group, whose exchange is a `DTSExchange`.
+      shares: The part of a batch that each rank takes, if windows count by rows. Default: they count equally.
+      outer_optimizer: Returns the outer optimizer of the strategy's latest group, or None.
+      broadcast: Gives rank 0's values to variables on all ranks.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        shares: BatchShares | None = None,
+        *,
+        outer_optimizer: Callable[[], keras.optimizers.Optimizer | None],
+        broadcast: Callable[[Iterable[tf.Variable]], None],
+    ):
+        super().__init__(group)
+        self._settings = self.exchange.settings
+        self._shares, self._outer_optimizer, self._broadcast = shares, outer_optimizer, broadcast
+        self._first_iteration = 0  # The training steps that the optimizer had seen when the running `fit` began.
+        self._outer = OuterSteps(
+            group.variables,
+            group.context.values(),
+            num_trained=group.num_trained,
+            max_newer=self._settings.num_slots - 1,
+            optimizer=outer_optimizer(),
+        )
+        self._meeting = Meeting(group)
+        with tf.init_scope(), tf.device("/cpu:0"):
+            self._delay, self._first_step, self._first_window = (
+                tf.Variable(value, dtype=tf.int64, trainable=False, name=f"hop_tf_{name}")
+                for name, value in (("delay", self._settings.delays[0]), ("first_step", 0), ("first_window", 0))
+            )
+            self._rows = WindowRows()
+
+    @property
+    def exchange(self) -> DTSExchange:
+        """The other half."""
+        return self.group.exchange
+
+    # The step.
+
+    def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
+        return gradients
+
+    def after_update(self) -> tf.Tensor:
+        with tf.device("/cpu:0"):
+            schedule, num_steps = self.schedule, self.group.read_step() + 1
+            has_ended, ended = schedule.ended(num_steps)
+            is_due, due = schedule.due(num_steps)
+        if self._shares is not None:
+            self._rows.add(self._shares.rows)
+
+        _when(has_ended, lambda: self._hand_out(ended))
+        _when(is_due, lambda: self._merge_due(schedule, num_steps, due))
+        return super().after_update()
+
+    def end_step(self) -> None:
+        self._meeting.meet_if_due(self._settle)
+
+    def _hand_out(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
+        selection = None if everything else self._settings.selection
+        choose = functools.partial(largest, selection, window) if selection else None
+        changes, weight = self._outer.take(choose), tf.constant([float(counts)])
+        if self._shares is not None and counts:
+            rows = self._rows.take()
+            changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
+        beside = self.group.packing.specs[len(self.group.variables) : -1]
+        changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
+        self.group.submit([*changes, weight], step=window)
+
+    def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
+        """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.
+
+        Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
+        """
+        with tf.device("/cpu:0"):
+            num_newer = schedule.num_newer
+        merge = functools.partial(self._merge, follows_take=self._settings.merges_at_ends)
+        width = merge(due, num_newer)
+        if not self._changes_schedule:
+            return
+        with tf.device("/cpu:0"):
+            changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
+            num_ended = schedule.num_ended(num_steps)
+
+        def begin(width: tf.Tensor) -> None:
+            with tf.device("/cpu:0"):
+                self._begin_windows(num_steps, num_ended, tf.maximum(width, 1))
+
+        def merge_newer() -> None:
+            with tf.device("/cpu:0"):
+                window = due + 1  # If ranks choose, only one has ended since.
+            begin(merge(window, 0))
+
+        with tf.device("/cpu:0"):
+            has_newer = num_newer > 0
+        _when(changes, lambda: _when(has_newer, merge_newer, lambda: begin(width)))
+
+    def _merge(self, window: tf.Tensor, num_newer: int | tf.Tensor, *, follows_take: bool = False) -> tf.Tensor:
+        """Emits the operations that merge a window. Returns the width that ranks have chosen, or 0."""
+        (*means, share), _ = self.group.collect([], step=window)
+        width = tf.constant(0, tf.int64)
+        if self.exchange.tuner is not None:
+            *means, chosen = means
+            with tf.device("/cpu:0"):
+                width = tf.cast(chosen[0, 0], tf.int64)
+        if self.exchange.admissions is not None:
+            *means, decided = means
+            with tf.device("/cpu:0"):
+                self._meeting.note(decided[0], self.schedule.begin_of(window))
+                self.group.context.roster.follow(decided[1] > 0)
+        self._outer.merge(means, num_newer, share[0], follows_take)
+        return width
+
+    def _settle(self) -> None:
+        """Emits the operations that merge all windows in flight, at the end of a window."""
+        with tf.device("/cpu:0"):
+            schedule, now = self.schedule, self.group.read_step()
+            num_ended = schedule.num_ended(now)
+            num_merged = schedule.num_ended(tf.maximum(schedule.first_step, now - schedule.delay))
+        for num_newer in reversed(range(self._settings.num_slots - 1)):
+            with tf.device("/cpu:0"):
+                window = num_ended - 1 - num_newer
+                is_in_flight = window >= num_merged
+            _when(is_in_flight, functools.partial(self._merge, window, num_newer))
+        self._begin_windows(now, num_ended)
+
+    # The schedule.
+
+    @property
+    def schedule(self) -> Schedule:
+        """The running schedule, of tensors; D and p are numbers if they do not change."""
+        delay = self._delay.value() if self._changes_schedule else self._settings.delays[0]
+        return Schedule(delay, self._settings.interval_of(delay), self._first_step.value(), self._first_window.value())
+
+    def known_schedule(self) -> Schedule:
+        """The running schedule, of numbers; outside of the graph."""
+        present = self.schedule
+        return Schedule(*map(int, (present.delay, present.interval, present.first_step, present.first_window)))
+
+    @property
+    def _changes_schedule(self) -> bool:
+        """True if D is chosen by times."""
+        return len(self._settings.delays) > 1
+
+    def _begin_windows(self, step: tf.Tensor, window: tf.Tensor, width: tf.Tensor | None = None) -> None:
+        """Emits the operations that begin a schedule with this step, and this window. Default: the least delay."""
+        self._first_step.assign(step)
+        self._first_window.assign(window)
+        if self._changes_schedule:
+            self._delay.assign(self._settings.delays[0] if width is None else width - 1)
+
+    # Between steps.
+
+    def begin(self) -> None:
+        if (optimizer := self._outer.optimizer) is not None:
+            self._broadcast(tf_variables(optimizer.variables))
+        self._first_iteration = int(iterations_variable(self.group.optimizer()))
+
+    def begin_session(self) -> None:
+        self._meeting.begin_session()
+        self._begin_windows(0, 0)
+        self._outer.begin()
+
+    def begin_training(self) -> None:
+        self._first_iteration = int(iterations_variable(self.group.optimizer()))
+        self._outer.begin()  # Callbacks may have changed weights.
+
+    def finish(self) -> None:
+        group = self.group
+        num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
+        if not num_steps and num_batches == self._first_iteration:
+            return  # The group has not trained. Others may have dropped it.
+        schedule = self.known_schedule()
+        under_way = schedule.under_way(num_steps)
+        # There is a last window even without further steps, because callbacks, and batches without an update, change
+        # variables. It does not count then, because ranks that go on may have a whole window.
+        self.exchange.end_windows()
+        counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
+        self._hand_out(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
+        for window in [*under_way, under_way.stop]:
+            self._merge(tf.constant(window, tf.int64), under_way.stop - window)
+        group.constrain()
+
+    def state(self) -> list[np.ndarray]:
+        return self._outer.merged()
+
+    def take_state(self, parts: Sequence[np.ndarray]) -> None:
+        self._outer.begin_with(parts)
+
+    def begin_at(self, step: int) -> None:
+        self._begin_windows(step, self.exchange.number_of(step), self.exchange.width_at(step))
+
+    def common_optimizers(self) -> Sequence[tuple]:
+        outer = self._outer.optimizer
+        if outer is None or outer is not self._outer_optimizer() or not outer.built:  # An earlier model's is gone.
+            return []
+        return [(outer, tf_variables(outer.variables))]  # Ranks that have ended early lack some of its updates.
+
+    def check_further(self, others: Sequence[Algorithm]) -> None:
+        further, outer = [other for other in others if other is not self], self._outer.optimizer
+        if outer is not None and further:
+            raise ValueError(
+                "`outer_optimizer` must be None where a step trains with several optimizers. "
+                f"Received: {len(further) + 1} of them, and an outer {type(outer).__name__}."
+            )
+
+
+def _when(condition: tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
+    """Emits operations that run if `condition` holds, and others that run if it does not."""
+
+    def run(emit: Callable[[], object]) -> None:
+        emit()
+
+    tf.cond(condition, functools.partial(run, emit), functools.partial(run, otherwise))

@@ -1,0 +1,76 @@
+"""`HopAlgorithm`: Hop's half of the training graph, lines 11 to 15 of `hop_tf.strategies.hop`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from hop_tf.keras_hook.shares import BatchShares
+from hop_tf.runtime.algorithm import Algorithm
+from hop_tf.runtime.group import Group
+from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP
+from hop_tf.strategies.hop.settings import HopSettings
+
+
+class HopAlgorithm(Algorithm):
+    """Averages parameters with the neighbors', before or after the optimizer's step.
+
+    Args:
+      group: The group.
+      settings: The settings of the strategy.
+      shares: The part of a batch that each rank takes. Default: all parts are equal.
+    """
+
+    def __init__(self, group: Group, settings: HopSettings, shares: BatchShares | None = None):
+        super().__init__(group)
+        self._settings, self._shares = settings, shares
+        # Between `before_update` and `after_update`: the trained variables, and the number of steps to skip.
+        self._before: list[tf.Tensor] = []
+        self._num_skipped: tf.Tensor | None = None
+
+    def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
+        if self._settings.update_order == "parallel":
+            self._num_skipped = self._average(values, gradients)
+        self._before = [] if self._shares is None else _read(self.group.trained)
+        return gradients
+
+    def after_update(self) -> tf.Tensor:
+        before, num_skipped = self._before, self._num_skipped
+        self._before, self._num_skipped = [], None
+        if self._shares is not None:
+            self._weigh_step(before, self._shares.times_mean - 1)
+        if self._settings.update_order == "serial":
+            values = _read(self.group.variables)
+            num_skipped = self._average(values, values)
+        if self._settings.skip is not None:
+            tf.cond(num_skipped > 0, self._renew, lambda: num_skipped)
+        return num_skipped
+
+    def _weigh_step(self, before: Sequence[tf.Tensor], more: tf.Tensor) -> None:
+        """Multiplies the optimizer's step by n times this rank's part of a batch, for n ranks that are present."""
+        for variable, value in zip(self.group.trained, before, strict=True):
+            variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
+
+    def _average(self, values: Sequence[tf.Tensor], computed: Sequence) -> tf.Tensor:
+        """Lines 11, 13, 14: adds (reduced - sent), which keeps the optimizer's earlier changes, such as decay."""
+        self.group.submit(values)
+        segment = STEP
+        if self._settings.tolerates_stragglers:
+            segment = REDUCTION
+            self.group.signal(segment, computed)
+        changes, num_skipped = self.group.collect(computed, segment)
+        self.group.add(changes)
+        return num_skipped
+
+    def _renew(self) -> tf.Tensor:
+        """Before a jump: averages the parameters with newer ones (section 5)."""
+        values = _read(self.group.variables)
+        self.group.submit(values, RENEWAL)
+        changes, num_skipped = self.group.collect(values, RENEWAL)
+        self.group.add(changes)
+        return num_skipped
+
+
+def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    return [variable.read_value() for variable in variables]

@@ -1,0 +1,90 @@
+"""`ShatAlgorithm`: a worker's half of the training graph, lines 3 to 8 of `hop_tf.strategies.shat`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
+from hop_tf.runtime.algorithm import Algorithm
+from hop_tf.runtime.group import Group
+from hop_tf.runtime.worker import Worker
+from hop_tf.strategies.shat.pushes import PushedStep
+from hop_tf.strategies.shat.settings import ShatSettings
+from hop_tf.strategies.shat.state import GroupState
+
+
+class ShatAlgorithm(Algorithm):
+    """Pushes a step or gradients, and mixes the servers' model into the worker's.
+
+    Args:
+      group: The group, whose exchange is a `ShatExchange`.
+      settings: The settings of the strategy.
+      worker: This rank among the others.
+    """
+
+    def __init__(self, group: Group, settings: ShatSettings, worker: Worker):
+        super().__init__(group)
+        self._settings, self._worker = settings, worker
+        self._step: PushedStep | None = None  # Between `before_update` and `after_update`.
+
+    @property
+    def served(self) -> GroupState:
+        """The model and slots that the servers keep."""
+        return self.group.exchange.state
+
+    @property
+    def last_session(self) -> int:
+        """The session of the latest push; 0 before the first push."""
+        return self.group.exchange.last_session
+
+    @property
+    def is_configured(self) -> bool:
+        """True if the servers keep the group."""
+        return self.group.exchange.is_configured
+
+    def begin(self) -> None:
+        joins = self._worker.joining
+        self.served.configure(joins=joins)
+        if joins:
+            self._worker.join_at_once(self.group)
+
+    def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
+        self._step = self.group.exchange.pushes.begin(self.group, values, gradients)
+        return gradients
+
+    def after_update(self) -> tf.Tensor:
+        group, exchange = self.group, self.group.exchange
+        step, self._step = self._step, None
+        local, outgoing = exchange.pushes.finish(group, step)
+        received, _ = group.collect(outgoing)  # Line 6.
+        weights = received[-1]
+        for index, variable in enumerate(group.trained):
+            variable.assign(_mix(local[index], received[index], exchange.spread(weights, index)))  # Line 8.
+        for variable, change in zip(group.carried, received[group.num_trained : -1], strict=True):
+            variable.assign_add(change)
+        if ema_overwrite_frequency(group.optimizer()):
+            # The servers have replaced weights by averages. The worker's optimizer does so next, then without effect.
+            for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
+                average.assign(variable)
+        return super().after_update()
+
+    def abort(self) -> None:
+        if self.group.exchange.sent_rounds:
+            self.served.keep_model()  # The model is a mixture that contains others' pushes in part.
+
+    def finish(self) -> None:
+        if not self.group.exchange.sent_rounds:  # Others may keep older values of the same variables.
+            return
+        if self._settings.keeps_own_models:
+            self.served.keep_model()
+        else:
+            self.served.pull()
+
+
+def _mix(local: tf.Tensor, server: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """Equation 3. With weight 1 the result is the server's model, to the bit."""
+    dtype = tf.float64 if local.dtype == tf.float64 else tf.float32
+    weight = tf.cast(weight, dtype)
+    return tf.cast((1 - weight) * tf.cast(local, dtype) + weight * tf.cast(server, dtype), local.dtype)
