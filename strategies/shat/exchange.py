@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from hop_tf.codecs import Identity
 from hop_tf.errors import PeerLostError, ProtocolError
 from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.records import Kind, recorded
+from hop_tf.runtime.autotuning import Autotuner, Times
 from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
+from hop_tf.runtime.ways import Way, num_encoded_bytes
 from hop_tf.strategies.shat.pushes import NUM_BESIDE, GradientPushes, StepPushes
 from hop_tf.strategies.shat.requests import Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
@@ -34,18 +36,26 @@ class ShatExchange(Exchange, Joiner):
       context: Membership, packing and buffers of the group.
       settings: The settings of the strategy.
       shares: The part of a batch that each worker takes. Default: all parts are equal.
+      tell: As of `Autotuner`. Default: does nothing.
 
     Attributes:
       pushes: The worker's part of the training graph, which makes the pushes.
       shards: The shard of each server that has one.
       state: Exchanges state with the servers between steps.
       last_session: The session of the latest push; 0 before the first push.
+      tuner: Chooses the way of each push by the times of this worker alone: no worker has to agree with another.
 
     Raises:
       ValueError: If the optimizer does not go with the settings.
     """
 
-    def __init__(self, context: ExchangeContext, settings: ShatSettings, shares: BatchShares | None = None):
+    def __init__(
+        self,
+        context: ExchangeContext,
+        settings: ShatSettings,
+        shares: BatchShares | None = None,
+        tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
+    ):
         optimizer = context.optimizer()
         settings.check_optimizer(optimizer)
         self._pushes_steps = settings.pushes_steps_of(optimizer)
@@ -63,6 +73,10 @@ class ShatExchange(Exchange, Joiner):
         self.shards = make_shards(context, settings)
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
+        ways = settings.ways(num_encoded_bytes(context.packing.specs))
+        self.tuner = Autotuner(ways, (1,), rank=0, world_size=1, tell=tell)
+        self._times = Times(0.0, 0.0)  # Of the last push.
+        self._begun_at = self._membership.monitor.now()
         self.last_session = 0
         self._sent_rounds = 0
         self._communicate_seconds = 0.0
@@ -71,6 +85,8 @@ class ShatExchange(Exchange, Joiner):
     def reset(self, session: int) -> None:
         self._servers.begin_session(session)
         self._sent_rounds = 0
+        self.tuner.begin(1)
+        self._times = Times(0.0, 0.0)
 
     def close(self) -> None:
         self._servers.close()
@@ -89,19 +105,24 @@ class ShatExchange(Exchange, Joiner):
     # Steps.
 
     def step(self, outgoing: Outgoing) -> Incoming:
-        start = time.perf_counter()
+        start = self._membership.monitor.now()
+        self.tuner.hear(self.tuner.own(self._times._replace(period=start - self._begun_at)))
         with self._servers.giving_up_alone():
             incoming = self._step(outgoing)
-        self._communicate_seconds += time.perf_counter() - start
+        seconds = self._membership.monitor.now() - start
+        self._begun_at, self._times = start, Times(0.0, seconds)
+        self._communicate_seconds += seconds
         return incoming
 
     def _step(self, outgoing: Outgoing) -> Incoming:
         rate, is_applied, *rows = self._beside(outgoing.buckets)[: NUM_BESIDE + (self._shares is not None)]
-        push = self._make_push(outgoing.step, self._rate(rate), bool(is_applied), float(rows[0]) if rows else 0.0)
+        is_plain = self.tuner.ways[self.tuner.setting.way].codec == Identity()
+        weight = float(rows[0]) if rows else 0.0
+        push = self._make_push(outgoing.step, self._rate(rate), bool(is_applied), weight, is_plain)
         self._servers.reconfigure(push)
         for shard in self.shards:
             with recorded(self._membership.recorder, Kind.ENCODE):
-                shard.encode(outgoing.buckets, is_applied=bool(is_applied))
+                shard.encode(outgoing.buckets, is_applied=bool(is_applied), is_plain=is_plain)
             self._servers.send(push, shard)  # Line 5.
         self._sent_rounds = outgoing.step + 1
         self.last_session = self._servers.session
@@ -119,7 +140,7 @@ class ShatExchange(Exchange, Joiner):
             rate = float(rate) * len(self._workers) / (num_all * self._shares.total_part(self._workers))
         return rate
 
-    def _make_push(self, step: int, rate: float, is_applied: bool, weight: float) -> Request:
+    def _make_push(self, step: int, rate: float, is_applied: bool, weight: float, is_plain: bool) -> Request:
         push = pb.Push(
             group=self._context.group,
             session=self._servers.session,
@@ -127,6 +148,7 @@ class ShatExchange(Exchange, Joiner):
             rate=rate,
             is_applied=is_applied,
             weight=weight,
+            is_plain=is_plain,
         )
 
         def message(shard: ShardView, is_missing: bool) -> tuple[bytes, Sequence[np.ndarray]]:
@@ -256,6 +278,15 @@ class ShatExchange(Exchange, Joiner):
             totals[f"shard_{shard.index}_bytes_sent"] = shard.bytes_sent
             totals[f"shard_{shard.index}_bytes_received"] = shard.bytes_received
         return totals
+
+    def gauges(self) -> Mapping[str, float]:
+        """The way of the next push.
+
+        Returns:
+          `encoded_bytes_per_value`: 4 of a lossless float32. Nothing if workers do not choose.
+        """
+        way = self.tuner.ways[self.tuner.setting.way]
+        return {"encoded_bytes_per_value": way.codec.bytes_per_value} if self._settings.chooses else {}
 
     @property
     def latest(self) -> Iterable[tuple[int, float]]:

@@ -10,10 +10,13 @@ from typing import Any
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_share
 from hop_tf.keras_hook.optimizers import use_ema
+from hop_tf.runtime.choosing import AUTO
+from hop_tf.runtime.ways import Way, list_ways
 from hop_tf.strategies.shat.server.consistency import Consistency
 from hop_tf.strategies.shat.server.sharding import SHARDINGS
 
 _PUSHES = ("steps", "gradients")
+_ALGORITHM = "parameter server"  # In the texts of choices.
 _RULES = ("shat", "shat_root")
 # The two ends of Equation 3: Hogwild, and training alone.
 _CONSTANTS = {"asp": 1.0, "ensemble": 0.0}
@@ -76,7 +79,7 @@ class ShatSettings:
     max_staleness: int
     min_mixing: float | None
     log_base: float
-    codec: codecs.Codec
+    codec: codecs.Codec | str
     batch_shares: str = "None"  # For the servers, which check that workers agree.
 
     def __post_init__(self):
@@ -92,11 +95,30 @@ class ShatSettings:
         if self.min_mixing is not None:
             check_share("min_mixing", self.min_mixing)
         _check_log_base(self.log_base)
-        object.__setattr__(self, "codec", codecs.get(self.codec))
+        if self.codec != AUTO:
+            object.__setattr__(self, "codec", codecs.get(self.codec))
         if isinstance(self.codec, codecs.Sparse):
             raise ValueError(
                 f"`codec` must be one that sends something for every value. Received: codec={self.codec!r}."
             )
+
+    def ways(self, num_bytes: float = math.inf) -> list[Way]:
+        """The ways to push, without a codec first; see `list_ways`."""
+        return list_ways(_ALGORITHM, self.codec, world_size=1, num_bytes=num_bytes)
+
+    @property
+    def chooses(self) -> bool:
+        """True if workers choose between several ways."""
+        return len(self.ways()) > 1
+
+    @property
+    def lossiest(self) -> codecs.Codec:
+        """The codec of pushes that are encoded."""
+        return self.ways()[-1].codec
+
+    def without_times(self) -> ShatSettings:
+        """The settings for workers that do not choose by measured times."""
+        return dataclasses.replace(self, codec=self.ways()[0].codec)
 
     @property
     def keeps_own_models(self) -> bool:

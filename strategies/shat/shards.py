@@ -55,7 +55,7 @@ class ShardView:
         self._num_elements = [spec.num_elements for spec in context.packing.specs]
         self.packing: Packing = self._place.packing
         self.ranges = self._place.ranges
-        self._encoding = Encoding(self.packing, settings.codec, context.pool)
+        self._encoding = Encoding(self.packing, settings.lossiest, context.pool)
         self._plain = Encoding.plain(self.packing)
         self.encoded: list[np.ndarray] = []
         self.bytes_sent = self.bytes_received = 0
@@ -92,9 +92,10 @@ class ShardView:
             else:
                 buckets[bucket][where] = values
 
-    def encode(self, buckets: Sequence[np.ndarray], *, is_applied: bool) -> None:
-        """Encodes the shard's part of buckets into `encoded`, which is pushed."""
-        self.encoded = self._encoding.encode(self.cut(buckets), is_applied=is_applied)
+    def encode(self, buckets: Sequence[np.ndarray], *, is_applied: bool, is_plain: bool) -> None:
+        """Encodes the shard's part of buckets into `encoded`, which is pushed; without the codec if `is_plain`."""
+        encoding = self._plain if is_plain else self._encoding
+        self.encoded = encoding.encode(self.cut(buckets), is_applied=is_applied)
 
     def decode(self, payload: np.ndarray) -> list[np.ndarray]:
         """Decodes the answer to a push: the shard's part of the model."""

@@ -93,7 +93,7 @@ class GroupState:
             group=self._context.group,
             settings=identity_of(self._settings),
             optimizer=serialized_for_server(optimizer),
-            codec=wire.codec_to_json(self._settings.codec),
+            codec=wire.codec_to_json(self._settings.lossiest),
             has_state=has_state,
             joins=joins,
             process=self._membership.transport.incarnation,

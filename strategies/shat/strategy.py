@@ -34,7 +34,10 @@ from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.options import CommunicationOptions
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
+from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.ways import Way
 from hop_tf.strategies.shat.algorithm import ShatAlgorithm
 from hop_tf.strategies.shat.exchange import ShatExchange
 from hop_tf.strategies.shat.pushes import num_beside
@@ -92,8 +95,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
       min_mixing: The least alpha of "shat" and "shat_root", from 0 to 1. Default None: 1 / n, without which two workers
         would never learn from each other.
       log_base: The base of the logarithm in Equation 4. Default e.
-      codec: Encodes gradients on their way to the servers: a `hop_tf.codecs.Codec` that is not sparse, or a name
-        ("truncate16", "int8", "sketch"). Default None: values travel as they are.
+      codec: Encodes pushes on their way to the servers: a `hop_tf.codecs.Codec` that is not sparse, a name
+        ("truncate16", "int8", "sketch"), or None: values travel as they are. Default "auto": each worker makes a few
+        steps without a codec. If pushes and answers take at least 15 % of a step, it makes a few with "int8", and keeps
+        that if it saves at least 15 % of a step. A worker chooses alone, and again if its times change. Rank 0 prints
+        its choice on stderr. Under `tf.config.experimental.enable_op_determinism()` "auto" is None.
       snapshots: The directory and the times of the servers' snapshots: a `hop_tf.SnapshotOptions`. Workers ignore it.
         Default None: no snapshots.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
@@ -134,7 +140,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         max_staleness: int = 16,
         min_mixing: float | None = None,
         log_base: float = math.e,
-        codec: codecs.Codec | str | None = None,
+        codec: codecs.Codec | str | None = AUTO,
         snapshots: SnapshotOptions | None = None,
         batch_shares: Sequence[float] | str | None = None,
         devices: Sequence[str] | None = None,
@@ -142,7 +148,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         communication_options: CommunicationOptions | None = None,
     ):
         cluster = Cluster.from_resolver(cluster_resolver)
-        self._settings = ShatSettings(
+        given = ShatSettings(
             mixing=mixing,
             pushes=pushes,
             sharding=sharding,
@@ -153,6 +159,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             codec=codec,
             batch_shares=describe_batch_shares(checked_batch_shares(batch_shares, cluster.world_size)),
         )
+        self._settings = settings_to_use(given)
         if not isinstance(snapshots, SnapshotOptions | None):
             raise TypeError(
                 "`snapshots` must be a hop_tf.SnapshotOptions, as SnapshotOptions(directory=...), or None. "
@@ -181,6 +188,14 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             servers=cluster.servers,
             joins_at_once=True,
         )
+        if self._settings != given:
+            (way,) = self._settings.ways()
+            self._tell(way, 1, NO_TIMES)
+
+    def _tell(self, way: Way, width: int, text: str) -> None:
+        """Reports the choice of this worker."""
+        call = write_call("SHATParameterServerStrategy", codec=way.codec)
+        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief)
 
     @as_own_updates()
     def synchronize(self, model: keras.Model) -> None:
@@ -233,7 +248,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         return {**super().report(), "pushes_by_others": float(others), "mixing_weight": float(weight)}
 
     def make_exchange(self, context: ExchangeContext) -> ShatExchange:
-        return ShatExchange(context, self._settings, self.training.shares)
+        refuse_late_determinism(self._settings, chooses=self._settings.chooses)
+        return ShatExchange(context, self._settings, self.training.shares, self._tell)
 
     def make_algorithm(self, group: Group) -> ShatAlgorithm:
         return ShatAlgorithm(group, self._settings, self.training.worker)

@@ -51,6 +51,7 @@ class ConfiguredGroup:
         consistency = Consistency.make(settings["consistency"], int(settings["max_staleness"]))
         self.group = ServedGroup(self._shard, self.packing, consistency, pool)
         self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec), pool)
+        self._plain = Encoding.plain(self.packing)
         self.waiting: list[int] = []
         self.retired: set[int] = set()
         self.has_state = self.is_under_way = False
@@ -162,12 +163,13 @@ class ConfiguredGroup:
 
     def gradient_of(self, push: pb.Push, payload: np.ndarray) -> Gradient:
         """Decodes a push."""
-        buckets = None if push.asks_again else self._encoding.decode(payloads.split(payload))
+        encoding = self._plain if push.is_plain else self._encoding
+        buckets = None if push.asks_again else encoding.decode(payloads.split(payload))
         return Gradient(push.sequence, buckets, push.rate, push.is_applied, push.session, push.weight or 1.0)
 
     def view(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The buckets of a message that was not encoded."""
-        return Encoding.plain(self.packing).decode(parts)
+        return self._plain.decode(parts)
 
 
 def _is_of_its_training(state: ShardState, configure: pb.Configure) -> bool:
