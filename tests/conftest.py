@@ -1,9 +1,11 @@
-"""Marks the tests that start processes, skips what is not wanted, and fails a test that leaves something behind.
+"""Marks the tests that start processes, deselects cases, and fails a test that leaves something behind.
 
-`make test` skips slow tests, which `make test TESTS=all` runs, as `.ci/run` does. Both skip those of `make stress`.
+`make test` deselects slow tests, which `make test TESTS=all` runs, as `.ci/run` does. Both deselect the cases of
+`make stress`. A skipped test needs something that is missing on the machine: a GPU, Slurm, Ray, or data.
 
-That is: threads, processes, or changed environment variables. A test class or module may hold such things in
-`setUpClass` and release them in `tearDownClass`: the check runs around every test, and once more around every module.
+A test must not leave behind threads, processes, or changed environment variables. A test class or module may hold such
+things in `setUpClass` and release them in `tearDownClass`: the check runs around every test, and once more around every
+module.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ _PROCESS_STARTERS = frozenset({"MultiProcessRunner", "ProcessServer", "launch"})
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects by the marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if item.name != "test_session"]  # a method of tf.test.TestCase, not a test
     for item in items:
         if _PROCESS_STARTERS & vars(item.module).keys():
@@ -51,21 +53,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Their files take longest for the number of their tests: where several files run at a time, none of them is last.
     items.sort(key=lambda item: item.get_closest_marker("multi_process") is None)
     if "HOP_TF_SCHEDULE_SEED" not in os.environ:
-        _skip(items, "stress", "a part of `make stress`")
+        _deselect(config, items, "stress")
     if "HOP_TF_QUICK_TESTS" in os.environ:
-        _skip(items, "slow", "a part of `make test TESTS=all`")
+        _deselect(config, items, "slow")
 
 
-def _skip(items: list[pytest.Item], name: str, reason: str) -> None:
+def _deselect(config: pytest.Config, items: list[pytest.Item], name: str) -> None:
+    """Removes the cases that a marker leaves out, and keeps the order: all workers of xdist need the same list."""
     cases = collections.defaultdict(list)  # By marker: the cases of a test share theirs.
     for item in items:
         marker = item.get_closest_marker(name)
         if marker is not None:
             cases[id(marker)].append(item)
+    left_out = set()
     for of_test in cases.values():
         of_test.sort(key=_number)
-        for item in _left_out(of_test, **of_test[0].get_closest_marker(name).kwargs):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        left_out.update(_left_out(of_test, **of_test[0].get_closest_marker(name).kwargs))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _left_out(cases: list[pytest.Item], after: int = 0, but: int = 0) -> list[pytest.Item]:
