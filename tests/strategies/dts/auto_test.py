@@ -20,49 +20,31 @@ from hop_tf.runtime.autotuning import Setting
 from hop_tf.runtime.joining import Joining
 from hop_tf.strategies.dts.exchange import DTSSettings
 from hop_tf.strategies.dts.windows import Courses
-from hop_tf.tools.testing import InProcessCluster
-from support import linear_loss, scripted_choices, train_with_late_determinism
+from support import linear, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "decay": lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.9)),
     "accumulates": lambda: keras.optimizers.SGD(0.05, momentum=0.9, gradient_accumulation_steps=2),
 }
-_NUM_STEPS, _BATCH_SIZE = 24, 12
 # D + 1, as in the means of windows.
 _WIDTHS = [1, 3, 3, 3, 2, 2, 5, 1, 1, 4, 1, 2, 2, 1, 3, 6, 1]
 
 
 def _cluster(world_size=2, **settings):
-    def make_strategy(cluster_resolver):
-        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, **settings)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    return linear.in_process(hop_tf.DTSStrategy, world_size, **settings)
 
 
 def _by_widths(widths=_WIDTHS):
     return scripted_choices(lambda window: Setting(0, widths[window % len(widths)]))
 
 
-def _data():
-    random = np.random.default_rng(1)
-    shape = (_NUM_STEPS // 2 * _BATCH_SIZE, 6)
-    return random.normal(size=shape).astype(np.float32), random.normal(size=(shape[0], 2)).astype(np.float32)
+def _fit_in(strategy, optimizer="momentum", callbacks=(), **arguments):
+    return linear.fit_in(strategy, _OPTIMIZERS[optimizer], callbacks, **arguments)
 
 
-def _fit(optimizer="momentum", callbacks=(), num_fits=1, num_repeats=1, **compile_args):
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, kernel_initializer="ones")])
-    model.compile(_OPTIMIZERS[optimizer](), linear_loss, **compile_args)
-    for _ in range(num_fits):
-        arguments = {"batch_size": _BATCH_SIZE, "epochs": 2, "shuffle": False, "verbose": 0}
-        x, y = (np.tile(values, [num_repeats, 1]) for values in _data())
-        model.fit(x, y, **arguments, callbacks=list(callbacks))
-    return model
-
-
-def _fit_in(strategy, *args, **kwargs):
-    with strategy.scope():
-        return _fit(*args, **kwargs)
+def _weights_alone(optimizer="momentum", **arguments):
+    return linear.weights_alone(_OPTIMIZERS[optimizer], **arguments)
 
 
 def _note_delays(strategy, delays):
@@ -89,7 +71,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
 
         with _by_widths():
             results = _cluster(**{"codec": None, **settings}).run(run)
-        expected = _fit(optimizer, num_fits=2).get_weights()
+        expected = _weights_alone(optimizer, num_fits=2)
         for weights, delays in results:
             self.assertAllClose(weights, expected, rtol=1e-4, atol=1e-4)
             self.assertGreater(len(set(delays)), 2)
@@ -107,7 +89,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
         with _by_widths([1, 4, 4, 1]):
             results = _cluster(codec=None, interval=3).run(run)
         for weights, delays in results:
-            self.assertAllClose(weights, _fit().get_weights(), rtol=1e-4, atol=1e-4)
+            self.assertAllClose(weights, _weights_alone(), rtol=1e-4, atol=1e-4)
             self.assertEqual(set(delays), {0, 3})
 
     def test_a_change_of_the_way_loses_no_change(self):
@@ -120,7 +102,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
         with script, mock.patch.object(ways, "_LEAST_BYTES", 0):
             results = _cluster(3).run(run)
         for weights in results:
-            self.assertAllClose(weights, _fit().get_weights(), rtol=0.02, atol=0.2)
+            self.assertAllClose(weights, _weights_alone(), rtol=0.02, atol=0.2)
             for mine, first in zip(weights, results[0], strict=True):
                 self.assertAllEqual(mine, first)
 
@@ -144,7 +126,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
         with widths, meets, mock.patch.object(Admissions, "decide", decide_to_meet):
             results = _cluster(codec=None, on_peer_loss="continue", **settings).run(run)
         for weights in results:
-            self.assertAllClose(weights, _fit().get_weights(), rtol=1e-4, atol=1e-4)
+            self.assertAllClose(weights, _weights_alone(), rtol=1e-4, atol=1e-4)
             for mine, first in zip(weights, results[0], strict=True):
                 self.assertAllEqual(mine, first)
 

@@ -15,8 +15,7 @@ from hop_tf.runtime import choices
 from hop_tf.runtime import ways as ways_module
 from hop_tf.runtime.autotuning import Autotuner, Setting
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
-from hop_tf.tools.testing import InProcessCluster
-from support import linear_loss, scripted_choices, train_with_late_determinism
+from support import linear, linear_loss, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -26,59 +25,35 @@ _OPTIMIZERS = {
     "use_ema": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.8),
     "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=64.0),
 }
-_NUM_STEPS, _BATCH_SIZE = 24, 12
 # K of each step: several changes, some in successive steps, and at the end of an epoch.
 _WIDTHS = [1, 1, 2, 2, 2, 1, 2, 1, 1, 2, 2, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 1, 1, 2]
 
 
-def _strategy(**settings):
-    def make_strategy(cluster_resolver):
-        return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, **settings)
-
-    return make_strategy
-
-
-def _data():
-    random = np.random.default_rng(1)
-    shape = (_NUM_STEPS // 2 * _BATCH_SIZE, 6)
-    return random.normal(size=shape).astype(np.float32), random.normal(size=(shape[0], 2)).astype(np.float32)
-
-
-def _model():
-    return keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, kernel_initializer="ones")])
-
-
-def _fit(optimizer, callbacks=(), epochs=2, **compile_args):
-    model = _model()
-    model.compile(_OPTIMIZERS[optimizer](), linear_loss, **compile_args)
-    model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
-    return model
-
-
-def _fit_in(strategy, *args, **kwargs):
-    with strategy.scope():
-        return _fit(*args, **kwargs)
+def _cluster(world_size=2, **settings):
+    return linear.in_process(hop_tf.PipeSGDStrategy, world_size, **settings)
 
 
 class AutoTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        *((name, {}) for name in _OPTIMIZERS), ("adamw", {"steps_per_execution": 3}), ("adamw", {"run_eagerly": True})
+        *((name, {}, 2 if name == "momentum" else 1) for name in _OPTIMIZERS),
+        ("adamw", {"steps_per_execution": 3}, 1),
+        ("adamw", {"run_eagerly": True}, 1),
     )
-    def test_a_change_of_width_loses_no_gradient(self, optimizer, arguments):
+    def test_a_change_of_width_loses_no_gradient(self, optimizer, arguments, num_fits):
         def run(strategy):
             widths, weights = [], []
-            for _ in range(2):  # The second `fit` begins with the last width of the first.
+            for _ in range(num_fits):  # The second `fit` begins with the last width of the first.
                 record = keras.callbacks.LambdaCallback(
                     on_train_batch_end=lambda batch, logs: widths.append(strategy.training.groups[0].exchange.width)
                 )
-                weights += _fit_in(strategy, optimizer, [record], **arguments).get_weights()
+                weights += linear.fit_in(strategy, _OPTIMIZERS[optimizer], [record], **arguments).get_weights()
             return weights, widths
 
         with scripted_choices(lambda step: Setting(0, [*_WIDTHS, 1][step])):
-            results = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
-        expected = _fit(optimizer).get_weights()
+            results = _cluster(codec=None).run(run)
+        expected = linear.weights_alone(_OPTIMIZERS[optimizer])
         for weights, widths in results:
-            self.assertAllClose(weights, [*expected, *expected], rtol=1e-5, atol=1e-5)
+            self.assertAllClose(weights, expected * num_fits, rtol=1e-5, atol=1e-5)
             self.assertEqual(set(widths), {1, 2})
             for mine, first in zip(weights, results[0][0], strict=True):
                 self.assertAllEqual(mine, first)
@@ -91,11 +66,11 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             record = keras.callbacks.LambdaCallback(
                 on_train_batch_end=lambda batch, logs: seen.append(record.model.get_weights()[0])
             )
-            _fit_in(strategy, "momentum", [record], epochs=1)
+            linear.fit_in(strategy, _OPTIMIZERS["momentum"], [record], epochs=1)
             return seen
 
         with scripted_choices(lambda step: Setting(0, 2 if 4 <= step < 8 else 1)):
-            first, second = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
+            first, second = _cluster(codec=None).run(run)
         are_equal = [np.array_equal(*pair) for pair in zip(first, second, strict=True)]
         # Step 7 has chosen K = 1. When step 8 has ended, all ranks surely have that mean.
         self.assertEqual(are_equal, [step < 4 or step > 8 for step in range(len(first))])
@@ -103,13 +78,12 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(1, 3)
     def test_a_change_of_codec_loses_no_gradient(self, num_segments):
         def run(strategy):
-            return _fit_in(strategy, "momentum").get_weights()
+            return linear.fit_in(strategy, _OPTIMIZERS["momentum"]).get_weights()
 
         ways = scripted_choices(lambda step: Setting(step // 2 % 4, 1))  # Mesh and ring, with and without int8.
         with ways, mock.patch.object(ways_module, "_LEAST_BYTES", 0):
-            strategy = _strategy(num_segments=num_segments, pipeline_width=1)
-            results = InProcessCluster(3, strategy, timeout_seconds=120).run(run)
-        expected = _fit("momentum").get_weights()
+            results = _cluster(3, num_segments=num_segments, pipeline_width=1).run(run)
+        expected = linear.weights_alone(_OPTIMIZERS["momentum"])
         for weights in results:
             self.assertAllClose(weights, expected, rtol=0.02, atol=0.2)
             for mine, first in zip(weights, results[0], strict=True):
@@ -124,7 +98,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
                 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, use_bias=False)])
                 model.set_weights([np.zeros((6, 2))])
                 model.compile(keras.optimizers.SGD(1.0), linear_loss)
-            model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
+            model.fit(*linear.data(), batch_size=linear.BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
             (group,) = strategy.training.groups
             (reduction,) = group.exchange._reductions
             reduction.choose(1 - reduction._chosen)  # Brings together what is held back.
@@ -132,9 +106,9 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             return model.get_weights()[0], reduction._lost[bucket][where].reshape(6, 2)
 
         with scripted_choices(lambda step: Setting(step // 2 % 2, 1)):
-            results = InProcessCluster(3, _strategy(codec=codec, pipeline_width=1), timeout_seconds=120).run(run)
-        x, y = _data()
-        all_gradients = x.T @ y / _BATCH_SIZE
+            results = _cluster(3, codec=codec, pipeline_width=1).run(run)
+        x, y = linear.data()
+        all_gradients = x.T @ y / linear.BATCH_SIZE
         held_back = np.mean([lost for _, lost in results], axis=0)
         self.assertGreater(np.abs(held_back).max(), 1e-4)
         for weights, _ in results:
@@ -168,37 +142,38 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((given._settings.pipeline_width, given._settings.algorithm), (2, "ring"))
 
     def test_operations_that_become_deterministic_too_late(self):
-        cluster = InProcessCluster(2, _strategy(), timeout_seconds=60)
         with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
-            train_with_late_determinism(cluster, 2, lambda strategy: _fit_in(strategy, "momentum"))
+            train_with_late_determinism(
+                _cluster(), 2, lambda strategy: linear.fit_in(strategy, _OPTIMIZERS["momentum"])
+            )
 
     def test_ranks_with_one_setting_to_choose_from(self):
         """Two ranks have only one algorithm, but still measure the times of all steps."""
 
         def run(strategy):
-            return _fit_in(strategy, "momentum", epochs=4).get_weights()
+            return linear.fit_in(strategy, _OPTIMIZERS["momentum"], epochs=4).get_weights()
 
-        strategy = _strategy(pipeline_width=1, codec=None)
-        for weights in InProcessCluster(2, strategy, timeout_seconds=60).run(run):
-            self.assertAllClose(weights, _fit("momentum", epochs=4).get_weights(), rtol=1e-5, atol=1e-5)
+        expected = linear.weights_alone(_OPTIMIZERS["momentum"], epochs=4)
+        for weights in _cluster(pipeline_width=1, codec=None).run(run):
+            self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
 
     def test_two_models_in_turns(self):
         """A choice in the middle of one model's `fit` does not reach the other model."""
 
         def run(strategy):
             with strategy.scope():
-                models = [_model() for _ in range(2)]
+                models = [linear.make_model() for _ in range(2)]
                 for model in models:
                     model.compile(_OPTIMIZERS["momentum"](), linear_loss)
-            for _ in range(3):
+            for _ in range(2):
                 for model in models:
-                    model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
+                    model.fit(*linear.data(), batch_size=linear.BATCH_SIZE, epochs=1, shuffle=False, verbose=0)
             return [model.get_weights() for model in models]
 
-        expected = _fit("momentum", epochs=3).get_weights()
+        expected = linear.weights_alone(_OPTIMIZERS["momentum"])
         widths = [1, 1, 2, 2, 1, 2, 2, 1, 1, 1, 1, 1, 2]  # The last choice of a `fit` comes too late for that `fit`.
         with scripted_choices(lambda step: Setting(0, widths[step % 12 or 12])):
-            results = InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
+            results = _cluster(codec=None).run(run)
         for of_models in results:
             for weights in of_models:
                 self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
@@ -210,7 +185,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     def _check_stays_narrow(self, run, skipped=0):
         """Checks that ranks report a narrow pipe, except in the first `skipped` steps."""
         with scripted_choices(lambda step: Setting(0, 1)), mock.patch.object(Autotuner, "own", _noting(seen := {})):
-            InProcessCluster(2, _strategy(codec=None), timeout_seconds=120).run(run)
+            _cluster(codec=None).run(run)
         for of_rank in seen.values():
             self.assertNotEmpty(of_rank[skipped:])
             self.assertTrue(all(of_rank[skipped:]))
@@ -245,11 +220,11 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
             double = keras.callbacks.LambdaCallback(
                 on_train_batch_end=lambda batch, logs: model.set_weights([2 * each for each in model.get_weights()])
             )
-            model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=1, verbose=0, callbacks=[double])
+            model.fit(*linear.data(), batch_size=linear.BATCH_SIZE, epochs=1, verbose=0, callbacks=[double])
             (group,) = strategy.training.groups
             self.assertEqual(group.exchange.width, 1)
 
-        InProcessCluster(2, _strategy(), timeout_seconds=120).run(run)
+        _cluster().run(run)
 
     def test_callbacks_that_assign_weights(self):
         """Callbacks assign in each step, on all ranks, as a program that bounds weights."""
@@ -258,10 +233,10 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
             def on_train_batch_end(self, batch, logs=None):
                 self.model.set_weights([np.clip(each, -0.5, 0.5) for each in self.model.get_weights()])
 
-        expected = _fit("momentum", [Clips()]).get_weights()
+        expected = linear.fit(_OPTIMIZERS["momentum"], [Clips()]).get_weights()
 
         def run(strategy):
-            model = _fit_in(strategy, "momentum", [Clips()])
+            model = linear.fit_in(strategy, _OPTIMIZERS["momentum"], [Clips()])
             self.assertAllClose(model.get_weights(), expected, rtol=1e-5, atol=1e-5)
 
         self._check_stays_narrow(run, skipped=2)
@@ -285,7 +260,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
             inputs = keras.Input((6,))
             model = Bounded(inputs, keras.layers.Dense(2, kernel_initializer="ones")(inputs))
             model.compile(_OPTIMIZERS["momentum"](), linear_loss)
-            model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+            model.fit(*linear.data(), batch_size=linear.BATCH_SIZE, shuffle=False, verbose=0)
             return model.get_weights()
 
         expected = fit()
