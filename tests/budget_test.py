@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import pathlib
 import re
+import sys
 import tempfile
 import threading
 from unittest import mock
@@ -24,7 +25,7 @@ from hop_tf.tools.testing import InProcessCluster
 from support import MEMBERS, NUM_RANKS, undisturbed_times
 
 _NUM_INPUTS, _NUM_OUTPUTS = 64, 32
-_NUM_LAYERS = 20
+_NUM_LAYERS = 8
 _SHORT, _LONG = 20, 60  # Steps.
 _OWN_THREADS = "hop_tf (?!rank)"  # The test's own threads have the names of ranks.
 
@@ -74,11 +75,14 @@ class _Calls:
         threading.setprofile(None)
 
     def _count(self, frame, event, argument):
-        if event == "call":
-            self.by_thread[threading.current_thread().name] += 1
+        name = threading.current_thread().name
+        if not re.match(_OWN_THREADS, name):
+            sys.setprofile(None)  # Only in this thread: tracing takes several times as long with it.
+        elif event == "call":
+            self.by_thread[name] += 1
 
     def total(self):
-        return sum(number for name, number in self.by_thread.items() if re.match(_OWN_THREADS, name))
+        return sum(self.by_thread.values())
 
 
 class _Operations:
@@ -179,7 +183,7 @@ class BudgetTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_replay_does_not_update_each_small_variable(self):
         added = (_operations_with(2) - _operations_with(1)) / NUM_RANKS / (2 * _NUM_LAYERS)
-        self.assertBetween(added, 9, 18)  # If each were updated once more, it would be 92.
+        self.assertBetween(added, 15, 30)  # If each were updated once more, it would be 101.
 
     @parameterized.parameters(*_BUDGET)
     @pytest.mark.slow(after=1)

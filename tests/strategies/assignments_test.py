@@ -122,7 +122,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
         def run(strategy):
             with _scope(strategy):
                 model = _layers()
-                model.compile(keras.optimizers.Muon(0.01, weight_decay=0.1, adam_weight_decay=0.1), "mse")
+                model.compile(keras.optimizers.Muon(0.01, weight_decay=0.1, adam_weight_decay=0.1, ns_steps=1), "mse")
             _fit(model, strategy)
             return _kernel_in_the_end(model, strategy)
 

@@ -196,7 +196,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             with strategy.scope():
-                layers = [keras.Input(batch_shape=(8, 3, 2)), keras.layers.LSTM(2, stateful=True)]
+                layers = [keras.Input(batch_shape=(8, 3, 2)), keras.layers.SimpleRNN(2, stateful=True)]
                 model = keras.Sequential([*layers, keras.layers.Dense(1)])
                 model.compile("sgd", "mse")
             error = error_of(model.fit, x, y, batch_size=8, verbose=0)

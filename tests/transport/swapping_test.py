@@ -433,7 +433,7 @@ class SwapTest(TransportTestMixin, _Case):
     @parameterized.parameters(True, False)
     def test_of_any_size(self, shares_memory):
         """Larger ones than fit into sockets: all ranks write and read at the same time."""
-        sizes = np.random.default_rng(0).choice([0, 1, 4095, 4096, 70_000, 300_000, 9_000_000], 80)
+        sizes = np.random.default_rng(0).choice([0, 1, 4095, 4096, 70_000, 300_000, 9_000_000], 40)
         self._run([int(size) for size in sizes], 3, shares_memory=shares_memory)
 
     @parameterized.parameters(True, False)

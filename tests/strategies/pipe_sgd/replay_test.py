@@ -283,12 +283,12 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
         def run(strategy):
             with strategy.scope():
-                initial = [keras.initializers.GlorotUniform(seed=index) for index in range(4)]
+                initial = [keras.initializers.GlorotUniform(seed=index) for index in range(3)]
                 hidden = [keras.layers.Dense(5, "tanh", kernel_initializer=each) for each in initial[1:]]
                 last = keras.layers.Dense(2, kernel_initializer=initial[0])
                 model = keras.Sequential([keras.Input((6,)), *hidden, last])
                 model.compile(make_optimizer(), "mse", run_eagerly=eagerly)
-            model.fit(*_small_data(), batch_size=8, epochs=3, shuffle=False, verbose=0)
+            model.fit(*_small_data(), batch_size=8, epochs=2, shuffle=False, verbose=0)
             return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
 
         together = _cluster(2, pipeline_width=2).run(run)
