@@ -12,10 +12,8 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.errors import HopError
 from hop_tf.runtime.rates import CommonRate
-from hop_tf.tools.testing import InProcessCluster
-from support import fewer_steps
+from support import fewer_steps, in_process
 
-_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _STRATEGIES = {
     "replay": lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=3, **arguments),
     "synchronous": lambda **arguments: hop_tf.PipeSGDStrategy(pipeline_width=1, **arguments),
@@ -25,10 +23,7 @@ _STRATEGIES = {
 
 
 def _cluster(name):
-    def make_strategy(cluster_resolver):
-        return _STRATEGIES[name](cluster_resolver=cluster_resolver, communication_options=_OPTIONS)
-
-    return InProcessCluster(2, make_strategy, timeout_seconds=120)
+    return in_process(_STRATEGIES[name])
 
 
 class _Assigns(keras.callbacks.Callback):

@@ -18,8 +18,8 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
-from hop_tf.tools.testing import InProcessCluster, MultiProcessRunner
-from support import StopRank1, linear_loss
+from hop_tf.tools.testing import MultiProcessRunner
+from support import StopRank1, in_process, linear_loss
 
 _SEED = int(os.environ.get("HOP_TF_SCHEDULE_SEED", "0"))
 _NUM_RANKS = 3
@@ -92,10 +92,7 @@ def _counts(kernel):
 
 
 def _run(make, settings, train, num_ps=0):
-    def make_strategy(cluster_resolver):
-        return make(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
-
-    return InProcessCluster(_NUM_RANKS, make_strategy, num_ps=num_ps).run(train)
+    return in_process(make, _NUM_RANKS, num_ps, communication_options=_OPTIONS, **settings).run(train)
 
 
 def _fit(model, x, y, callbacks=(), **arguments):

@@ -22,12 +22,29 @@ from hop_tf.tools.testing import InProcessCluster
 
 # True in `make stress`, which tries many events. `make test` tries some.
 IS_STRESS = "HOP_TF_SCHEDULE_SEED" in os.environ
-NUM_RANKS = 2  # Of `Member.run`.
+NUM_RANKS = 2  # Of `Member.run`, and of `in_process` by default.
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 _WAIT_SECONDS = 60.0
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
 LocalSGDStrategy = runpy.run_path(str(_EXAMPLES / "own_strategy.py"))["LocalSGDStrategy"]
+
+
+def in_process(make: Callable, world_size: int = NUM_RANKS, num_ps: int = 0, **settings) -> InProcessCluster:
+    """Returns a cluster in this process.
+
+    Args:
+      make: Makes the strategy of a rank from `cluster_resolver`, `communication_options` and the settings.
+      world_size: Number of ranks.
+      num_ps: Number of parameter servers.
+      **settings: Further arguments of the strategy, in which `communication_options` replace those for tests.
+    """
+    settings = {"communication_options": _OPTIONS, **settings}
+    return InProcessCluster(
+        world_size,
+        lambda cluster_resolver: make(cluster_resolver=cluster_resolver, **settings),
+        num_ps=num_ps,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +77,7 @@ class Member:
           options: Communication options.
           **settings: Further arguments of the strategy.
         """
-
-        def make(cluster_resolver):
-            return self.make(cluster_resolver=cluster_resolver, communication_options=options, **settings)
-
-        return InProcessCluster(NUM_RANKS, make, num_ps=self.num_ps).run(fn)
+        return in_process(self.make, NUM_RANKS, self.num_ps, communication_options=options, **settings).run(fn)
 
 
 MEMBERS = {

@@ -11,20 +11,10 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from hop_tf.tools.testing import InProcessCluster
 from support import linear_loss
 
 BATCH_SIZE = 12
 NUM_STEPS = 24  # Of two epochs.
-
-
-def in_process(make: Callable, world_size: int = 2, timeout_seconds: float = 120, **settings) -> InProcessCluster:
-    """Returns a cluster in this process, whose ranks have the strategy `make(cluster_resolver=..., **settings)`."""
-    return InProcessCluster(
-        world_size,
-        lambda cluster_resolver: make(cluster_resolver=cluster_resolver, **settings),
-        timeout_seconds=timeout_seconds,
-    )
 
 
 @functools.cache

@@ -16,19 +16,15 @@ from hop_tf.collectives import Mesh
 from hop_tf.runtime import choices
 from hop_tf.runtime.autotuning import Autotuner, Setting, Times
 from hop_tf.runtime.ways import Way
-from hop_tf.tools.testing import InProcessCluster
-from support import scripted_choices, train_with_late_determinism
+from support import in_process, scripted_choices, train_with_late_determinism
 
 _NUM_STEPS, _BATCH_SIZE = 24, 12
 _INTERFACES = ["127.0.0.1", "127.0.0.2"]  # Ranks in one process have no connections, and only count them.
 
 
 def _cluster(world_size, **settings):
-    def make_strategy(cluster_resolver):
-        arguments = {"consistency": "bsp", "codec": None, "num_colayers": 2, **settings}
-        return hop_tf.CanaryStrategy(cluster_resolver=cluster_resolver, **arguments)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    settings = {"consistency": "bsp", "codec": None, "num_colayers": 2, **settings}
+    return in_process(hop_tf.CanaryStrategy, world_size, **settings)
 
 
 def _fit():

@@ -18,8 +18,7 @@ from hop_tf.errors import MismatchError
 from hop_tf.strategies.canary.exchange import AsyncSettings
 from hop_tf.strategies.canary.gei import Thresholds
 from hop_tf.tools.processes.local_cluster import PortReservation
-from hop_tf.tools.testing import InProcessCluster
-from support import fewer_steps
+from support import fewer_steps, in_process
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 72  # In each test, all ranks get the same number of rows.
@@ -29,11 +28,7 @@ _RATE = 0.05
 
 def _cluster(world_size, **settings):
     settings = {"num_colayers": 10, **settings}  # By default small models have one. See `test_by_default`.
-
-    def make_strategy(cluster_resolver):
-        return hop_tf.CanaryStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    return in_process(hop_tf.CanaryStrategy, world_size, **settings)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from hop_tf.runtime.autotuning import Setting
 from hop_tf.runtime.joining import Joining
 from hop_tf.strategies.dts.exchange import DTSSettings
 from hop_tf.strategies.dts.windows import Courses
-from support import linear, scripted_choices, train_with_late_determinism
+from support import in_process, linear, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -32,7 +32,7 @@ _WIDTHS = [1, 3, 3, 3, 2, 2, 5, 1, 1, 4, 1, 2, 2, 1, 3, 6, 1]
 
 
 def _cluster(world_size=2, **settings):
-    return linear.in_process(hop_tf.DTSStrategy, world_size, **settings)
+    return in_process(hop_tf.DTSStrategy, world_size, **settings)
 
 
 def _by_widths(widths=_WIDTHS):

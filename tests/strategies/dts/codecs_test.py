@@ -14,7 +14,7 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.collectives.operation import Operation
-from hop_tf.tools.testing import InProcessCluster
+from support import in_process
 
 _SHAPE = (6, 16)
 _ROWS_OF_RANK = 2
@@ -22,11 +22,7 @@ _RATE = 0.05
 
 
 def _cluster(world_size, **settings):
-    def make_strategy(cluster_resolver):
-        options = hop_tf.CommunicationOptions(timeout_seconds=60)
-        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, communication_options=options, **settings)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    return in_process(hop_tf.DTSStrategy, world_size, **settings)
 
 
 @functools.cache

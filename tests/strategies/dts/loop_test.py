@@ -8,7 +8,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.tools.testing import InProcessCluster
+from support import in_process
 
 _NUM_STEPS = 13
 _SHAPE = (3, 4)
@@ -16,11 +16,7 @@ _RATE, _MOMENTUM = 0.05, 0.9
 
 
 def _cluster(world_size, **settings):
-    def make_strategy(cluster_resolver):
-        options = hop_tf.CommunicationOptions(timeout_seconds=60)
-        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, communication_options=options, **settings)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    return in_process(hop_tf.DTSStrategy, world_size, **settings)
 
 
 def _gradients():

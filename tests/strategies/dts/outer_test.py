@@ -11,11 +11,9 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.arguments import identity_of
 from hop_tf.errors import PeerLostError
-from hop_tf.tools.testing import InProcessCluster
-from support import fewer_steps
+from support import fewer_steps, in_process
 from support.references import State, adam, late_windows, sgd
 
-_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 60
 _NUM_ROWS = 600
 _NUM_STEPS = _NUM_ROWS // _BATCH_SIZE
@@ -26,15 +24,10 @@ _REFUSALS = (ValueError, PeerLostError)
 
 
 def _cluster(world_size, make_outer=_OUTER, **settings):
-    def make_strategy(cluster_resolver):
-        return hop_tf.DTSStrategy(
-            cluster_resolver=cluster_resolver,
-            communication_options=_OPTIONS,
-            outer_optimizer=make_outer(),
-            **settings,
-        )
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    # Each rank has an optimizer of its own.
+    return in_process(
+        lambda **arguments: hop_tf.DTSStrategy(outer_optimizer=make_outer(), **arguments), world_size, **settings
+    )
 
 
 @functools.cache

@@ -14,8 +14,7 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.errors import PeerLostError
 from hop_tf.strategies.dts.exchange import DTSExchange
-from hop_tf.tools.testing import InProcessCluster
-from support import OwnOptimizers, Unused, fewer_steps, linear_loss, two_kernels
+from support import OwnOptimizers, Unused, fewer_steps, in_process, linear_loss, two_kernels
 from support.references import adam, int8, late_windows, mesh_mean, sgd, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -29,10 +28,7 @@ _REFUSALS = (ValueError, PeerLostError)
 
 
 def _cluster(world_size, **settings):
-    def make_strategy(cluster_resolver):
-        return hop_tf.DTSStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    return in_process(hop_tf.DTSStrategy, world_size, **settings)
 
 
 # Least squares.

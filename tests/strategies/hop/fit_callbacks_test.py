@@ -13,11 +13,11 @@ import tensorflow as tf
 
 import hop_tf
 from hop_tf.tools.testing import MultiProcessRunner
+from support.two_classes import NUM_ROWS, data, make_model
 
 _WORLD_SIZE = 2
 _BATCH_SIZE = 8
-_NUM_ROWS = 32
-_STEPS_PER_EPOCH = _NUM_ROWS // _BATCH_SIZE
+_STEPS_PER_EPOCH = NUM_ROWS // _BATCH_SIZE
 _LEARNING_RATE = 0.1
 
 _LOAD_AND_PREDICT = """
@@ -29,23 +29,12 @@ assert not [name for name in sys.modules if name.split(".")[0] == "hop_tf"]
 """
 
 
-def _data():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(_NUM_ROWS, 6)).astype("float32")
-    return x, (x @ rng.normal(size=(6, 2)) > 0).astype("float32")
-
-
-def _build():
-    keras.utils.set_random_seed(7)
-    return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(2)])
-
-
 def _train(weights, num_epochs):
     """Returns each rank's weights after Figure 7 with SGD from `weights`. A lone rank trains on its own slices."""
-    x, y = _data()
+    x, y = data()
     half = _BATCH_SIZE // _WORLD_SIZE
-    model = _build()
-    for start in [*range(0, _NUM_ROWS, _BATCH_SIZE)] * num_epochs:
+    model = make_model()
+    for start in [*range(0, NUM_ROWS, _BATCH_SIZE)] * num_epochs:
         means = [np.mean(values, axis=0) for values in zip(*weights, strict=True)]
         gradients = []
         for rank, own in enumerate(weights):
@@ -80,14 +69,14 @@ def _run():
 
 def _compiled(strategy):
     with strategy.scope():
-        model = _build()
+        model = make_model()
         model.compile(keras.optimizers.SGD(_LEARNING_RATE), "mse")
     return model
 
 
 def _fit(model, **fit_args):
     fit_args = {"shuffle": False, "epochs": 2} | fit_args
-    return model.fit(*_data(), batch_size=_BATCH_SIZE, verbose=0, **fit_args).history
+    return model.fit(*data(), batch_size=_BATCH_SIZE, verbose=0, **fit_args).history
 
 
 class _CrashAfterSecondEpoch(keras.callbacks.Callback):
@@ -135,7 +124,7 @@ def _checkpoint_and_board(strategy, directory):
         "weights": model.get_weights(),
         "loaded": keras.models.load_model(path).get_weights(),
         "file": saved,
-        "predicted": model.predict(_data()[0], verbose=0),
+        "predicted": model.predict(data()[0], verbose=0),
     }
 
 
@@ -176,7 +165,7 @@ class HopFitCallbacksTest(tf.test.TestCase):
     @pytest.mark.stress
     def test_backup_and_restore(self):
         results = self._results("backup")
-        initial = _build().get_weights()
+        initial = make_model().get_weights()
         for result, expected in zip(results, _train([initial, initial], num_epochs=2), strict=True):
             self.assertTrue(result["crashed"])
             self._assert_weights_close(result["saved"], expected)
@@ -200,7 +189,7 @@ class HopFitCallbacksTest(tf.test.TestCase):
             paths = [os.path.join(directory, name) for name in ("model.keras", "x.npy", "predicted.npy")]
             with open(paths[0], "wb") as file:
                 file.write(result["file"])
-            np.save(paths[1], _data()[0])
+            np.save(paths[1], data()[0])
             subprocess.run([sys.executable, "-c", _LOAD_AND_PREDICT, *paths], check=True, cwd=directory, timeout=120)
             self.assertAllClose(np.load(paths[2]), result["predicted"], rtol=1e-6, atol=1e-6)
 
@@ -214,7 +203,7 @@ class HopFitCallbacksTest(tf.test.TestCase):
     def test_the_others_go_on_when_one_stops_early(self):
         """The receiver's own weights replace those of the stopped rank in the mean."""
         first, second = self._results("early_stopping")
-        initial = _build().get_weights()
+        initial = make_model().get_weights()
         at_stop = _train([initial, initial], num_epochs=2)
         self.assertEqual((first["num_epochs"], second["num_epochs"]), (4, 2))
         self._assert_weights_close(second["weights"], at_stop[1])

@@ -16,18 +16,12 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.tools.testing import MultiProcessRunner
+from support.two_classes import NUM_ROWS, data
 
 _WORLD_SIZE = 2
 _BATCH_SIZE = 8
-_NUM_ROWS = 32
 _NUM_EPOCHS = 2
-_STEPS_PER_EPOCH = _NUM_ROWS // _BATCH_SIZE
-
-
-def _data():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(_NUM_ROWS, 6)).astype("float32")
-    return x, (x @ rng.normal(size=(6, 2)) > 0).astype("float32")
+_STEPS_PER_EPOCH = NUM_ROWS // _BATCH_SIZE
 
 
 def _sequential(input_layer, *layers):
@@ -53,7 +47,7 @@ class Case:
         return keras.losses.MeanSquaredError()
 
     def data(self):
-        return _data()
+        return data()
 
 
 class BatchNorm(Case):
@@ -73,7 +67,7 @@ class Embedding(Case):
         return _sequential(keras.layers.Input((3,)), keras.layers.Embedding(10, 4), keras.layers.Flatten())
 
     def data(self):
-        return np.random.default_rng(0).integers(0, 10, size=(_NUM_ROWS, 3)), _data()[1]
+        return np.random.default_rng(0).integers(0, 10, size=(NUM_ROWS, 3)), data()[1]
 
 
 class Classification(Case):
@@ -81,7 +75,7 @@ class Classification(Case):
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def data(self):
-        x, y = _data()
+        x, y = data()
         return x, y[:, 0].astype("int32")
 
 
@@ -100,7 +94,7 @@ class OneRankOverflows(Case):
         return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
 
     def data(self):
-        x, y = _data()
+        x, y = data()
         x[_BATCH_SIZE + _BATCH_SIZE // 2 : 2 * _BATCH_SIZE] = np.inf
         return x, y
 
@@ -273,7 +267,7 @@ def _fit_gan(strategy, built=True):
     with strategy.scope():
         model = _compiled_gan(built)
     before = strategy.report()["steps"]
-    model.fit(*_data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+    model.fit(*data(), batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
     return {"steps": strategy.report()["steps"] - before, **_weights_of_networks(model)}
 
 
@@ -281,9 +275,9 @@ def _train_gan(exchanged=("generator", "discriminator")):
     """Returns both ranks' weights by Figure 7 if only the networks in `exchanged` are averaged."""
     models = [_compiled_gan() for _ in range(_WORLD_SIZE)]
     half = _BATCH_SIZE // _WORLD_SIZE
-    for start in range(0, _NUM_ROWS, _BATCH_SIZE):
+    for start in range(0, NUM_ROWS, _BATCH_SIZE):
         at_start = [copy.deepcopy(_weights_of_networks(model)) for model in models]
-        slices = (_data()[0][start + rank * half :][:half] for rank in range(_WORLD_SIZE))
+        slices = (data()[0][start + rank * half :][:half] for rank in range(_WORLD_SIZE))
         gradients = [model.gradients(x) for model, x in zip(models, slices, strict=True)]
         for rank, model in enumerate(models):
             for name in exchanged:

@@ -14,26 +14,15 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.tools.testing import MultiProcessRunner
+from support.two_classes import NUM_ROWS, data, make_model
 
 _WORLD_SIZE = 2
 _BATCH_SIZE = 8
-_NUM_ROWS = 32
-
-
-def _data():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(_NUM_ROWS, 6)).astype("float32")
-    return x, (x @ rng.normal(size=(6, 2)) > 0).astype("float32")
-
-
-def _dense():
-    keras.utils.set_random_seed(7)
-    return keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(2)])
 
 
 def _local_batches(rank, num_rows):
     """Returns the batches that `rank` sees in one epoch without shuffling."""
-    x, y = _data()
+    x, y = data()
     half = _BATCH_SIZE // _WORLD_SIZE
     for start in range(rank * half, num_rows, _BATCH_SIZE):
         yield x[start : start + half], y[start : start + half]
@@ -51,9 +40,9 @@ _OPTIMIZERS = {
 }
 
 
-def _reference(make_optimizer, epochs=2, num_rows=_NUM_ROWS):
+def _reference(make_optimizer, epochs=2, num_rows=NUM_ROWS):
     """Returns the weights of both ranks by Figure 7's rule: gradient at x_k, mean of the x_k, optimizer's step."""
-    models = [_dense() for _ in range(_WORLD_SIZE)]
+    models = [make_model() for _ in range(_WORLD_SIZE)]
     optimizers = [make_optimizer() for _ in models]
     for model, optimizer in zip(models, optimizers, strict=True):
         optimizer.build(model.trainable_variables)
@@ -95,7 +84,7 @@ def _run():
     return results
 
 
-def _compiled(strategy, build=_dense, make_optimizer=_OPTIMIZERS["sgd"], **compile_args):
+def _compiled(strategy, build=make_model, make_optimizer=_OPTIMIZERS["sgd"], **compile_args):
     with strategy.scope():
         model = build()
         model.compile(make_optimizer(), "mse", **compile_args)
@@ -108,7 +97,7 @@ def _fit(strategy, **compile_args):
 
 
 def _fit_arrays(model, epochs):
-    model.fit(*_data(), batch_size=_BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0)
+    model.fit(*data(), batch_size=_BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0)
     return model.get_weights()
 
 
@@ -122,7 +111,7 @@ def _run_eagerly(strategy):
 
 def _custom_loop(strategy):
     with strategy.scope():
-        model = _dense()
+        model = make_model()
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
 
@@ -133,7 +122,7 @@ def _custom_loop(strategy):
 
         strategy.run(replica_step, args=batch)
 
-    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH_SIZE))
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data()).batch(_BATCH_SIZE))
     for _ in range(2):
         for batch in dataset:
             train_step(batch)
@@ -143,7 +132,7 @@ def _custom_loop(strategy):
 def _custom_loop_over_an_iterator(strategy):
     """Trains in a loop whose step takes its batch itself, until no batch is left."""
     with strategy.scope():
-        model = _dense()
+        model = make_model()
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
 
@@ -154,7 +143,7 @@ def _custom_loop_over_an_iterator(strategy):
 
         strategy.run(replica_step)
 
-    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(_data()).batch(_BATCH_SIZE))
+    dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(data()).batch(_BATCH_SIZE))
     for _ in range(2):
         batches = iter(dataset)
         with contextlib.suppress(tf.errors.OutOfRangeError):
@@ -174,7 +163,7 @@ _SAME_AS_SGD = {
 def _function_in_a_loop(strategy):
     """Returns the error."""
     with strategy.scope():
-        model = _dense()
+        model = make_model()
         optimizer = keras.optimizers.SGD(0.1)
         optimizer.build(model.trainable_variables)
 
@@ -183,7 +172,7 @@ def _function_in_a_loop(strategy):
         optimizer.apply(_gradient(model, x, y), model.trainable_variables)
 
     try:
-        strategy.run(replica_step, args=next(_local_batches(strategy.rank, _NUM_ROWS)))
+        strategy.run(replica_step, args=next(_local_batches(strategy.rank, NUM_ROWS)))
     except ValueError as error:
         return str(error)
     return "none"

@@ -15,7 +15,7 @@ from hop_tf.runtime import choices
 from hop_tf.runtime import ways as ways_module
 from hop_tf.runtime.autotuning import Autotuner, Setting
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
-from support import linear, linear_loss, scripted_choices, train_with_late_determinism
+from support import in_process, linear, linear_loss, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
     "momentum": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
@@ -30,7 +30,7 @@ _WIDTHS = [1, 1, 2, 2, 2, 1, 2, 1, 1, 2, 2, 2, 2, 1, 1, 2, 1, 2, 2, 2, 1, 1, 1, 
 
 
 def _cluster(world_size=2, **settings):
-    return linear.in_process(hop_tf.PipeSGDStrategy, world_size, **settings)
+    return in_process(hop_tf.PipeSGDStrategy, world_size, **settings)
 
 
 class AutoTest(tf.test.TestCase, parameterized.TestCase):

@@ -12,11 +12,9 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.errors import HopError
 from hop_tf.runtime import replay
-from hop_tf.tools.testing import InProcessCluster
-from support import OwnOptimizers, fewer_steps, linear_loss, two_kernels
+from support import OwnOptimizers, fewer_steps, in_process, linear_loss, two_kernels
 from support.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 
-_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 30
 _NUM_ROWS = 150
 _STEPS_PER_EPOCH = _NUM_ROWS // _BATCH_SIZE
@@ -26,11 +24,7 @@ _EPSILON = 1e-2  # With Adam's default, rounding errors have as much effect as g
 
 def _cluster(world_size, **settings):
     settings = {"pipeline_width": 2, "codec": None, "algorithm": "mesh", **settings}
-
-    def make_strategy(cluster_resolver):
-        return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    return in_process(hop_tf.PipeSGDStrategy, world_size, **settings)
 
 
 # The reference: least squares, and Keras's optimizers, in NumPy.

@@ -15,20 +15,13 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.collectives import all_reduce
-from hop_tf.tools.testing import InProcessCluster
-from support import Unused, error_of, fewer_steps, linear_loss
+from support import Unused, error_of, fewer_steps, in_process, linear_loss
 from support.references import int8, mesh_mean, plain_mean, truncate16
-
-_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 
 
 def _cluster(world_size, **settings):
     settings = {"pipeline_width": 2, "codec": None, "algorithm": "mesh", "compensation": "none", **settings}
-
-    def make_strategy(cluster_resolver):
-        return hop_tf.PipeSGDStrategy(cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings)
-
-    return InProcessCluster(world_size, make_strategy, timeout_seconds=120)
+    return in_process(hop_tf.PipeSGDStrategy, world_size, **settings)
 
 
 # Least squares in NumPy.

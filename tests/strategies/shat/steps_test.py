@@ -10,20 +10,14 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.tools.testing import InProcessCluster
+from support import in_process
 
-_OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _NUM_STEPS, _BATCH_SIZE = 12, 8
 _RATE, _MOMENTUM = 0.05, 0.9
 
 
 def _run(train, num_workers, num_ps=1, **settings):
-    def make(cluster_resolver):
-        return hop_tf.SHATParameterServerStrategy(
-            cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings
-        )
-
-    return InProcessCluster(num_workers, make, num_ps=num_ps, timeout_seconds=120).run(train)
+    return in_process(hop_tf.SHATParameterServerStrategy, num_workers, num_ps, **settings).run(train)
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from hop_tf.strategies import shat
 from hop_tf.strategies.shat.server import snapshots as snapshots_module
 from hop_tf.strategies.shat.state import GroupState
 from hop_tf.tools.testing import InProcessCluster
+from support import in_process
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _NUM_WORKERS = 2
@@ -32,13 +33,7 @@ _RATE = 0.05
 
 def _cluster(num_workers=_NUM_WORKERS, num_ps=2, pushes="gradients", **settings):
     """Makes a cluster. Servers apply the optimizer unless `settings` say otherwise."""
-
-    def make_strategy(cluster_resolver):
-        return hop_tf.SHATParameterServerStrategy(
-            pushes=pushes, cluster_resolver=cluster_resolver, communication_options=_OPTIONS, **settings
-        )
-
-    return InProcessCluster(num_workers, make_strategy, num_ps=num_ps, timeout_seconds=120)
+    return in_process(hop_tf.SHATParameterServerStrategy, num_workers, num_ps, pushes=pushes, **settings)
 
 
 @functools.cache
