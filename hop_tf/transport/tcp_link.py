@@ -88,14 +88,16 @@ class TcpLink(GrpcLink):
     def _try_grpc(self, host: str, port: int) -> str:
         """Uses gRPC until that ends, or a socket can be made."""
         ended = threading.Event()
-        threading.Thread(
+        maker = threading.Thread(
             target=self._make_socket, args=(host, port, ended), name=f"hop_tf socket to {self._peer}", daemon=True
-        ).start()
+        )
+        maker.start()
         try:
             return super()._try_stream()
         finally:
             with self._lock:
                 ended.set()
+            maker.join()  # It may be connecting, for `_CONNECT_TIMEOUT_SECONDS` at most.
             self._problem = None
 
     def _make_socket(self, host: str, port: int, ended: threading.Event) -> None:
