@@ -14,7 +14,6 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.runtime.autotuning import Setting
 from hop_tf.strategies.shat.servers import Servers
-from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.tools.testing import InProcessCluster
 from support import linear_loss, scripted_choices, train_with_late_determinism
 
@@ -22,15 +21,6 @@ _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _NUM_WORKERS, _NUM_STEPS, _BATCH_SIZE = 2, 40, 4
 _SHAPE = (64, 128)  # 32 KiB, of which int8 leaves a quarter.
 _SECONDS_PER_BYTE = 1e-5  # Steps are long, so that few of them are needed to choose, also on a busy machine.
-_DEFAULTS = {
-    "mixing": "shat",
-    "pushes": None,
-    "sharding": "memory",
-    "consistency": "async",
-    "max_staleness": 16,
-    "min_mixing": None,
-    "log_base": np.e,
-}
 
 
 def _cluster(**settings):
@@ -87,17 +77,6 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             r"hop_tf: int8 over a parameter server: [\d.]+ ms a step; lossless over a parameter server: [\d.]+ ms\. "
             r"To keep these settings: SHATParameterServerStrategy\(codec='int8'\)\.",
         )
-
-    def test_a_codec_that_is_given_is_kept(self):
-        for codec, num_bytes in (None, 4), ("truncate16", 2):
-            settings = ShatSettings(**{**_DEFAULTS, "codec": codec})
-            self.assertFalse(settings.chooses)
-            self.assertEqual(settings.lossiest.bytes_per_value, num_bytes)
-
-    def test_few_values_are_not_encoded(self):
-        settings = ShatSettings(**{**_DEFAULTS, "codec": "auto"})
-        self.assertLen(settings.ways(num_bytes=100), 1)
-        self.assertLen(settings.ways(num_bytes=100_000), 2)
 
     def test_operations_that_become_deterministic_too_late(self):
         with self.assertRaisesRegex(ValueError, "settings must not be 'auto'"):

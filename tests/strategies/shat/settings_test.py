@@ -97,6 +97,17 @@ class ShatSettingsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             _settings(**settings)
 
+    def test_a_codec_that_is_given_is_kept(self):
+        for codec, num_bytes in (None, 4), ("truncate16", 2):
+            settings = _settings(codec=codec)
+            self.assertFalse(settings.chooses)
+            self.assertEqual(settings.lossiest.bytes_per_value, num_bytes)
+
+    def test_few_values_are_not_encoded(self):
+        settings = _settings(codec="auto")
+        self.assertLen(settings.ways(num_bytes=100), 1)
+        self.assertLen(settings.ways(num_bytes=100_000), 2)
+
     def test_codecs_have_names(self):
         self.assertEqual(_settings(codec="int8").codec, codecs.Int8())
 
