@@ -107,11 +107,6 @@ class Group:
     """The variables that one optimizer's steps exchange, and the runner of the exchange.
 
     Attributes:
-      name: See `ExchangeContext.group`.
-      optimizer: Weak reference to the optimizer.
-      variables: The variables, in the order of the packing. Trained variables come first.
-      num_trained: Number of trained variables.
-      packing: Their buckets.
       context: The tools that the exchange was made with.
       exchange: The scheme's communication.
       runner: Its thread and queues.
@@ -119,16 +114,36 @@ class Group:
       statistics: Counts the time that steps wait.
     """
 
-    name: str
-    optimizer: weakref.ref
-    variables: Sequence[tf.Variable]
-    num_trained: int
-    packing: Packing
     context: ExchangeContext
     exchange: Exchange
     runner: ExchangeRunner
     step: tf.Variable
     statistics: StepStatistics
+
+    @property
+    def name(self) -> str:
+        """See `ExchangeContext.group`."""
+        return self.context.group
+
+    @property
+    def optimizer(self) -> weakref.ref:
+        """Weak reference to the optimizer."""
+        return self.context.optimizer
+
+    @property
+    def packing(self) -> Packing:
+        """The buckets of the variables, and of what travels with them."""
+        return self.context.packing
+
+    @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """The variables, in the order of the packing. Trained variables come first."""
+        return self.context.variables
+
+    @property
+    def num_trained(self) -> int:
+        """Number of trained variables."""
+        return len(self.context.trained)
 
     def read_step(self) -> tf.Tensor:
         """Emits the op that reads the step, on the variable's device. `read_value` would copy it to a GPU."""
@@ -193,12 +208,12 @@ class Group:
     @property
     def trained(self) -> Sequence[tf.Variable]:
         """The variables that the optimizer updates."""
-        return self.variables[: self.num_trained]
+        return self.context.trained
 
     @property
     def carried(self) -> Sequence[tf.Variable]:
         """The variables that are exchanged and not trained."""
-        return self.variables[self.num_trained :]
+        return self.context.carried.variables
 
     def add(self, changes: Sequence[tf.Tensor]) -> None:
         """Emits the ops that add a change to each variable."""

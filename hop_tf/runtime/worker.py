@@ -405,18 +405,7 @@ class Worker:
         with tf.init_scope(), tf.device("/cpu:0"):
             # A rank that is joining skips one step before it asks for the others' position.
             step = tf.Variable(int(self.joining), dtype=tf.int64, trainable=False, name="hop_tf_step")
-        group = Group(
-            name=name,
-            optimizer=weakref.ref(optimizer),
-            variables=[*trained, *carried],
-            num_trained=len(trained),
-            packing=packing,
-            context=context,
-            exchange=exchange,
-            runner=runner,
-            step=step,
-            statistics=statistics,
-        )
+        group = Group(context, exchange, runner, step, statistics)
         try:
             algorithm = self._make_algorithm(group)
         except BaseException:

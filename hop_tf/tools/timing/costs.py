@@ -134,7 +134,7 @@ def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", by
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AllReduce:
+class AllReduceCosts:
     """The costs of an all-reduce.
 
     Attributes:
@@ -159,7 +159,7 @@ def all_reduce(
     algorithm: str,
     bytes_per_value: float = FLOAT32_BYTES,
     **more,
-) -> AllReduce:
+) -> AllReduceCosts:
     """The costs of an all-reduce with a codec.
 
     Args:
@@ -178,7 +178,7 @@ def all_reduce(
     of_vector = {"world_size": world_size, "num_bytes": num_bytes, "algorithm": way, "bytes_per_byte": bytes_per_byte}
     at_once = dataclasses.replace(network, latency_seconds=0.0, synchronization_seconds=0.0)
     seconds, sending_seconds = (communication_seconds(each, **of_vector, **more) for each in (network, at_once))
-    return AllReduce(
+    return AllReduceCosts(
         sent_bytes=sent_bytes(**of_vector),
         num_turns=_way(way, world_size, bytes_per_byte).num_messages,
         seconds=seconds,
