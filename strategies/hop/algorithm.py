@@ -9,6 +9,7 @@ import tensorflow as tf
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
+from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP
 from hop_tf.strategies.hop.settings import HopSettings
 
@@ -25,24 +26,29 @@ class HopAlgorithm(Algorithm):
     def __init__(self, group: Group, settings: HopSettings, shares: BatchShares | None = None):
         super().__init__(group)
         self._settings, self._shares = settings, shares
-        # Between `before_update` and `after_update`: the trained variables, and the number of steps to skip.
+        # Between `before_update` and `after_update`: the trained variables, what averaging has changed in them, and the
+        # number of steps to skip.
         self._before: list[tf.Tensor] = []
+        self._moves: list[tf.Tensor] = []
         self._num_skipped: tf.Tensor | None = None
 
     def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
         if self._settings.update_order == "parallel":
-            self._num_skipped = self._average(values, gradients)
+            moves, self._num_skipped = self._average(values, gradients)
+            self._moves = moves if self._settings.skewed_shards else []
         self._before = [] if self._shares is None else _read(self.group.trained)
         return gradients
 
     def after_update(self) -> tf.Tensor:
-        before, num_skipped = self._before, self._num_skipped
-        self._before, self._num_skipped = [], None
+        before, moves, num_skipped = self._before, self._moves, self._num_skipped
+        self._before, self._moves, self._num_skipped = [], [], None
         if self._shares is not None:
             self._weigh_step(before, self._shares.times_mean - 1)
+        if self._settings.skewed_shards:
+            add_to_velocities(self.group, moves, lambda momentum: momentum)  # As if made in the step before.
         if self._settings.update_order == "serial":
             values = _read(self.group.variables)
-            num_skipped = self._average(values, values)
+            _, num_skipped = self._average(values, values)
         if self._settings.skip is not None:
             tf.cond(num_skipped > 0, self._renew, lambda: num_skipped)
         return num_skipped
@@ -52,7 +58,7 @@ class HopAlgorithm(Algorithm):
         for variable, value in zip(self.group.trained, before, strict=True):
             variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 
-    def _average(self, values: Sequence[tf.Tensor], computed: Sequence) -> tf.Tensor:
+    def _average(self, values: Sequence[tf.Tensor], computed: Sequence) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Lines 11, 13, 14: adds (reduced - sent), which keeps the optimizer's earlier changes, such as decay."""
         self.group.submit(values)
         segment = STEP
@@ -61,7 +67,7 @@ class HopAlgorithm(Algorithm):
             self.group.signal(segment, computed)
         changes, num_skipped = self.group.collect(computed, segment)
         self.group.add(changes)
-        return num_skipped
+        return changes, num_skipped
 
     def _renew(self) -> tf.Tensor:
         """Before a jump: averages the parameters with newer ones (section 5)."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import logging
 
-from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, is_integer
+from hop_tf.arguments import check_boolean, check_choice, check_integer, check_on_peer_loss, is_integer
 from hop_tf.topology import Topology
 
 _UPDATE_ORDERS = ("parallel", "serial")
@@ -67,6 +67,7 @@ class HopSettings:
     skip: SkipIterations | None = None
     update_order: str = "parallel"
     synchronization: str = "queues"
+    skewed_shards: bool = False
     on_peer_loss: str | None = None
 
     def __post_init__(self):
@@ -85,6 +86,7 @@ class HopSettings:
                 f"Received: synchronization={self.synchronization!r}, num_backup_workers={self.num_backup_workers}, "
                 f"max_staleness={self.max_staleness}."
             )
+        self._check_skewed_shards()
         if self.max_iteration_gap <= self.max_staleness:
             logging.warning(
                 "max_iteration_gap=%d is not above max_staleness=%d: ranks wait for tokens before staleness matters.",
@@ -110,6 +112,15 @@ class HopSettings:
             )
         if isinstance(number, Sequence):
             object.__setattr__(self, "num_backup_workers", tuple(number))
+
+    def _check_skewed_shards(self) -> None:
+        check_boolean("skewed_shards", self.skewed_shards)
+        if self.skewed_shards and (self.update_order != "parallel" or self.tolerates_stragglers):
+            raise ValueError(
+                "`skewed_shards` must be False with update_order='serial', backup workers or staleness: on some graphs "
+                f"velocities would oscillate and grow. Received: skewed_shards=True, update_order={self.update_order!r}"
+                f", num_backup_workers={self.num_backup_workers}, max_staleness={self.max_staleness}."
+            )
 
     def _check_skip(self) -> None:
         if not isinstance(self.skip, SkipIterations):

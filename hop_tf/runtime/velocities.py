@@ -1,0 +1,41 @@
+"""Velocities of SGD that take part in what averaging changes in the weights.
+
+A rank whose data is of one kind has a velocity that leads to where that kind is learned. Averaging moves the weights
+back, and the velocity away again. So what averaging changes is added to the velocity, too, as far as it would still be
+a part of it: m^D of a change that is D steps old. Quasi-global momentum (Lin, Karimireddy, Stich, Jaggi, ICML 2021) has
+the same aim. It makes the whole velocity from the differences of averaged weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from hop_tf.keras_hook.optimizers import descent_of, innermost
+from hop_tf.runtime.group import Group
+
+
+def add_to_velocities(
+    group: Group, moves: Sequence[tf.Tensor], factor_of: Callable[[float], float | tf.Tensor]
+) -> None:
+    """Emits the ops that add a part of what averaging has changed to the velocities of a group's optimizer.
+
+    Args:
+      group: The group.
+      moves: What averaging has changed in each trained variable. Others may follow, and are not used.
+      factor_of: Returns the part, from the momentum.
+
+    Raises:
+      ValueError: If the optimizer is not SGD with momentum.
+    """
+    optimizer = group.optimizer()
+    descent = descent_of(optimizer, group.trained)
+    if descent is None or not descent.momentum:
+        raise ValueError(
+            "`skewed_shards` must be False unless the optimizer is keras.optimizers.SGD with momentum, whose velocity "
+            f"averaging corrects. Received: skewed_shards=True, {innermost(optimizer)!r}."
+        )
+    factor = factor_of(descent.momentum)
+    for velocity, move in zip(descent.velocities, moves, strict=False):
+        velocity.assign_add(tf.cast(factor, velocity.dtype) * tf.cast(move, velocity.dtype))
