@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import TopK
 from hop_tf.runtime.outer import OuterSteps
+from hop_tf.strategies.dts.exchange import DTSSettings
 from hop_tf.strategies.dts.windows import Schedule, largest
 
 
@@ -28,6 +29,7 @@ class Rank:
       schedule: The schedule of windows.
       selection: Selects the changes of a window that are sent. None: all.
       outer_optimizer: The outer optimizer, not built, or None.
+      gently: True if means are merged gently.
 
     Attributes:
       model: The model.
@@ -35,7 +37,9 @@ class Rank:
       outer: The merged weights.
       step: `step(x, y)` trains with this rank's rows, and returns the loss.
       hand_out: `hand_out(window, everything)` ends a window, and returns the changes to be averaged.
-      merge: `merge(means, num_newer, share)`: as of `OuterSteps`.
+      merge: `merge(means, num_newer, share)` merges a window.
+      approach: `approach(num_under_way)`: as of `OuterSteps`; called at the end of a window if merging is gentle.
+      settle: As of `OuterSteps`.
     """
 
     def __init__(
@@ -46,11 +50,12 @@ class Rank:
         schedule: Schedule,
         selection: TopK | None,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
+        gently: bool = False,
     ):
         self.model = model
         self.optimizer = optimizer
         self._loss = loss
-        self._selection = selection
+        self._selection, self._gently = selection, gently
         optimizer.build(model.trainable_variables)
         self._trained = [variable.value for variable in model.trainable_variables]
         carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
@@ -61,8 +66,11 @@ class Rank:
             num_trained=len(self._trained),
             max_newer=schedule.num_slots - 1,
             optimizer=outer_optimizer,
+            gently=gently,
         )
-        self.step, self.hand_out, self.merge = map(tf.function, (self._step, self._hand_out, self.outer.merge))
+        approach = functools.partial(self.outer.approach, interval=schedule.interval)
+        methods = self._step, self._hand_out, self._merge, approach, self.outer.settle
+        self.step, self.hand_out, self.merge, self.approach, self.settle = map(tf.function, methods)
 
     def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -74,6 +82,13 @@ class Rank:
         choose = functools.partial(largest, self._selection, window) if self._selection and not everything else None
         return self.outer.take(choose)
 
+    def _merge(self, means: list[tf.Tensor], num_newer: int, share: tf.Tensor) -> None:
+        means = self.outer.merge(means, share)
+        if self._gently:
+            self.outer.follow(means, num_newer)
+        else:
+            self.outer.give(num_newer)
+
 
 class Job:
     """Ranks that make their steps together.
@@ -81,14 +96,15 @@ class Job:
     Args:
       ranks: The ranks, with equal weights.
       schedule: The schedule of windows.
+      gently: True if means are merged gently.
 
     Attributes:
       ranks: The ranks.
     """
 
-    def __init__(self, ranks: Sequence[Rank], schedule: Schedule):
+    def __init__(self, ranks: Sequence[Rank], schedule: Schedule, gently: bool = False):
         self.ranks = ranks
-        self._schedule = schedule
+        self._schedule, self._gently = schedule, gently
         self._num_steps = 0
         self._means: dict[int, list] = {}
 
@@ -103,6 +119,9 @@ class Job:
         is_due, due = self._schedule.due(self._num_steps)
         if is_due:
             self._merge(due)
+        if has_ended and self._gently:
+            for rank in self.ranks:
+                rank.approach(len(self._means))
         return float(np.mean(losses))
 
     def finish(self) -> None:
@@ -112,6 +131,8 @@ class Job:
         for window in under_way:
             self._merge(window)
         self._merge(under_way.stop, has_steps=self._num_steps % self._schedule.interval > 0)
+        for rank in self.ranks:
+            rank.settle()
         self._num_steps = 0
 
     def _average(self, window: int, everything: bool = False) -> None:
@@ -152,11 +173,14 @@ def make_job(
       The job. All ranks have the first one's weights.
     """
     schedule = Schedule(delay, interval)
+    compensation = "gentle" if make_outer_optimizer() is None else "eager"
+    settings = DTSSettings(delay=delay, interval=interval, codec=None, algorithm="mesh", compensation=compensation)
+    gently = settings.may_merge_gently
     ranks = [
-        Rank(make_model(), make_optimizer(), loss, schedule, selection, make_outer_optimizer())
+        Rank(make_model(), make_optimizer(), loss, schedule, selection, make_outer_optimizer(), gently)
         for _ in range(world_size)
     ]
     for rank in ranks:
         rank.model.set_weights(ranks[0].model.get_weights())
         rank.outer.begin()
-    return Job(ranks, schedule)
+    return Job(ranks, schedule, gently)

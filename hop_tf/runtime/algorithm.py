@@ -91,14 +91,17 @@ class Algorithm(GraphState, abc.ABC):
         return ()
 
     def watched(self) -> Sequence[tf.Variable]:
-        """Variables of which the algorithm keeps a second copy. Used only if `Scheme.takes_assignments` is False."""
+        """Variables whose assignments by the program the algorithm has to know of.
+
+        Used if `Scheme.takes_assignments` is False, or `hears_of_assignments` is True.
+        """
         return self.group.trained
 
     def makes_way(self) -> bool:
         """True if assigned weights count from now on. An algorithm that may keep a second copy of them then keeps none.
 
         Called when the program assigns weights of the group: before the update, after it, or between two steps of
-        `fit`. Also called for each custom loop.
+        `fit`. Also called for each custom loop. If `Scheme.takes_assignments` is True, only between two steps of `fit`.
         """
         return False
 

@@ -29,7 +29,8 @@ class Assignments:
 
     def __init__(self, scheme: Scheme):
         self._scheme = scheme
-        self._watch = None if scheme.takes_assignments and scheme.keeps_assignments else Watch()
+        self._hears = not scheme.takes_assignments or scheme.hears_of_assignments
+        self._watch = Watch() if self._hears or not scheme.keeps_assignments else None
         self._watched: weakref.WeakKeyDictionary[Algorithm, WatchedGroup] = weakref.WeakKeyDictionary()
         self._is_between_epochs = True
 
@@ -45,7 +46,7 @@ class Assignments:
 
     def add(self, algorithm: Algorithm) -> None:
         """Watches the weights of a new group."""
-        if not self._scheme.takes_assignments:
+        if self._hears:
             self._watched[algorithm] = self._watch.add(algorithm.watched())
 
     def begin_training(self) -> None:
@@ -88,6 +89,8 @@ class Assignments:
         """
         if self._watch is None:
             return
+        if self._scheme.takes_assignments:
+            self._tell()
         if not self._scheme.takes_between_epochs:
             lost = {id(each): each for each in self._watch.changed()}
             for variable in overwritten:
@@ -98,6 +101,9 @@ class Assignments:
     def begin_batch(self) -> None:
         """Raises ValueError if weights were assigned between two steps of `fit`."""
         self._is_between_epochs = False
+        self._tell()
+
+    def _tell(self) -> None:
         if self._watch is None or not (assigned := self._watch.assigned()):
             return
         if not all(algorithm.makes_way() for algorithm in self._watched):
@@ -113,6 +119,8 @@ class Assignments:
           in_fit: True for a step of `fit`. `begin_batch` then checks assignments between two steps.
         """
         if self._scheme.takes_assignments:
+            if self._hears and not in_fit:
+                self._check_loop(algorithm, lambda: algorithm.take_assigned([]))
             return
         trained = algorithm.group.trained
         assigned = trace.assigned_before_update(trained)

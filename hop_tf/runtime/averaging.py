@@ -42,11 +42,33 @@ class Latest:
         """All values, the oldest first."""
         return self._kept
 
-    def add_newest(self, number: int | tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Emits the ops that add the `number` values that were pushed last to others."""
+    def at(self, age: int | tf.Tensor) -> list[tf.Tensor]:
+        """Emits the ops that read the values after which `age` others were pushed."""
+        values = [functools.partial(_read, kept) for kept in reversed(self._kept)]
+        if isinstance(age, int):
+            return values[age]()
+        with tf.device("/cpu:0"):
+            index = tf.cast(age, tf.int32)
+        return tf.nest.flatten(tf.switch_case(index, values))
+
+    def add_newest(
+        self,
+        number: int | tf.Tensor,
+        values: Sequence[tf.Tensor],
+        factors: Sequence[tf.Tensor] = (),
+        num_scaled: int = 0,
+    ) -> list[tf.Tensor]:
+        """Emits the ops that add the `number` values that were pushed last to others.
+
+        Args:
+          number: How many.
+          values: To these.
+          factors: What the values that were pushed last are multiplied with, those before, and so on.
+          num_scaled: The number of variables, the first ones, whose values are multiplied.
+        """
         sums = list(values)
         for age, kept in enumerate(reversed(self._kept)):
-            add = functools.partial(_sums, sums, kept)
+            add = functools.partial(_sums, sums, kept, factors[age] if num_scaled else 1, num_scaled)
             if isinstance(number, int):
                 sums = add() if age < number else sums
                 continue
@@ -61,8 +83,16 @@ class Latest:
             assign_all(older, newer)
 
 
-def _sums(values: Sequence[tf.Tensor], others: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    return [value + tf.cast(other, value.dtype) for value, other in zip(values, others, strict=True)]
+def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    return [variable.read_value() for variable in variables]
+
+
+def _sums(
+    values: Sequence[tf.Tensor], others: Sequence[tf.Variable], factor: tf.Tensor | float, num_scaled: int
+) -> list[tf.Tensor]:
+    others = [tf.cast(other, value.dtype) for value, other in zip(values, others, strict=True)]
+    others[:num_scaled] = [tf.cast(factor, other.dtype) * other for other in others[:num_scaled]]
+    return [value + other for value, other in zip(values, others, strict=True)]
 
 
 def zeros_like(variable: tf.Variable) -> tf.Variable:

@@ -549,7 +549,7 @@ class TrainingRun(TrainingHooks):
                 f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
         updated = [algorithm for algorithm in self.algorithms if algorithm in trace.updated]
-        assigned = trace.assigned_after_update()
+        assigned = [] if self._scheme.keeps_assignments else trace.assigned_after_update()
         if assigned and not all(algorithm.makes_way() for algorithm in updated):
             refuse_assignments(self._scheme, assigned)
         if self.worker is not None:

@@ -15,6 +15,7 @@ from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.meeting import Meeting
 from hop_tf.runtime.outer import OuterSteps
+from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.dts.exchange import DTSExchange
 from hop_tf.strategies.dts.windows import Schedule, largest
 
@@ -62,12 +63,16 @@ class DTSAlgorithm(Algorithm):
         self._settings = self.exchange.settings
         self._shares, self._outer_optimizer, self._broadcast = shares, outer_optimizer, broadcast
         self._first_iteration = 0  # The training steps that the optimizer had seen when the running `fit` began.
+        # In variables of 16 bits, weights would be rounded wherever they approach: they stay apart.
+        self._may_merge_gently = self._settings.may_merge_gently and all(v.dtype.size >= 4 for v in group.trained)
         self._outer = OuterSteps(
             group.variables,
             group.context.values(),
             num_trained=group.num_trained,
             max_newer=self._settings.num_slots - 1,
             optimizer=outer_optimizer(),
+            gently=self._may_merge_gently,
+            skewed_shards=self._settings.skewed_shards,
         )
         self._meeting = Meeting(group)
         with tf.init_scope(), tf.device("/cpu:0"):
@@ -76,6 +81,7 @@ class DTSAlgorithm(Algorithm):
                 for name, value in (("delay", self._settings.delays[0]), ("first_step", 0), ("first_window", 0))
             )
             self._rows = WindowRows()
+            self._is_assigned = tf.Variable(False, trainable=False, name="hop_tf_assigned")
 
     @property
     def exchange(self) -> DTSExchange:
@@ -97,6 +103,7 @@ class DTSAlgorithm(Algorithm):
 
         _when(has_ended, lambda: self._hand_out(ended))
         _when(is_due, lambda: self._merge_due(schedule, num_steps, due))
+        self._approach(num_steps)
         return super().after_update()
 
     def end_step(self) -> None:
@@ -105,7 +112,12 @@ class DTSAlgorithm(Algorithm):
     def _hand_out(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
-        changes, weight = self._outer.take(choose), tf.constant([float(counts)])
+        is_assigned = None
+        if self._may_merge_gently:
+            with tf.device("/cpu:0"):
+                is_assigned = self._is_assigned.read_value()
+                self._is_assigned.assign(False)
+        changes, weight = self._outer.take(choose, is_assigned), tf.constant([float(counts)])
         if self._shares is not None and counts:
             rows = self._rows.take()
             changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
@@ -119,30 +131,40 @@ class DTSAlgorithm(Algorithm):
         Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
         """
         with tf.device("/cpu:0"):
-            num_newer = schedule.num_newer
-        merge = functools.partial(self._merge, follows_take=self._settings.merges_at_ends)
-        width = merge(due, num_newer)
+            num_newer, gently = schedule.num_newer, self._merges_gently(schedule)
+        means, width = self._merge(due)
+        if self._settings.skewed_shards:
+            self._correct_velocities(schedule, means)
+        _when(
+            gently,
+            lambda: self._outer.follow(means, self._num_gently(num_newer)),
+            lambda: self._outer.give(num_newer, self._settings.merges_at_ends),
+        )
         if not self._changes_schedule:
             return
         with tf.device("/cpu:0"):
             changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
-            num_ended = schedule.num_ended(num_steps)
+            num_ended, has_newer = schedule.num_ended(num_steps), num_newer > 0
 
-        def begin(width: tf.Tensor) -> None:
-            with tf.device("/cpu:0"):
-                self._begin_windows(num_steps, num_ended, tf.maximum(width, 1))
-
-        def merge_newer() -> None:
+        def merge_newer() -> tf.Tensor:
             with tf.device("/cpu:0"):
                 window = due + 1  # If ranks choose, only one has ended since.
-            begin(merge(window, 0))
+            return self._merge(window)[1]
 
-        with tf.device("/cpu:0"):
-            has_newer = num_newer > 0
-        _when(changes, lambda: _when(has_newer, merge_newer, lambda: begin(width)))
+        def begin() -> None:
+            chosen = tf.cond(has_newer, merge_newer, lambda: width)
+            with tf.device("/cpu:0"):
+                self._begin_windows(num_steps, num_ended, tf.maximum(chosen, 1))
+            self._outer.settle(self._settings.merges_at_ends)
 
-    def _merge(self, window: tf.Tensor, num_newer: int | tf.Tensor, *, follows_take: bool = False) -> tf.Tensor:
-        """Emits the operations that merge a window. Returns the width that ranks have chosen, or 0."""
+        _when(changes, begin)
+
+    def _merge(self, window: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Emits the operations that merge a window. Weights stay as they are.
+
+        Returns:
+          The mean changes, and the width that ranks have chosen, or 0.
+        """
         (*means, share), _ = self.group.collect([], step=window)
         width = tf.constant(0, tf.int64)
         if self.exchange.tuner is not None:
@@ -154,21 +176,61 @@ class DTSAlgorithm(Algorithm):
             with tf.device("/cpu:0"):
                 self._meeting.note(decided[0], self.schedule.begin_of(window))
                 self.group.context.roster.follow(decided[1] > 0)
-        self._outer.merge(means, num_newer, share[0], follows_take)
-        return width
+        return self._outer.merge(means, share[0]), width
+
+    def _correct_velocities(self, schedule: Schedule, means: Sequence[tf.Tensor]) -> None:
+        """Emits the operations that add to velocities what a mean changes in the steps of a window, D steps later."""
+
+        def factor_of(momentum: float) -> tf.Tensor:
+            with tf.device("/cpu:0"):
+                delay, interval = (tf.cast(each, tf.float32) for each in (schedule.delay, schedule.interval))
+                return momentum**delay / interval
+
+        with tf.device("/cpu:0"):
+            num_newer = schedule.num_newer
+        add_to_velocities(self.group, self._outer.apart(means, num_newer), factor_of)
+
+    def _approach(self, num_steps: tf.Tensor) -> None:
+        """Emits the operations that, at the end of a window, move weights towards what is merged."""
+        with tf.device("/cpu:0"):
+            schedule = self.schedule  # It may have begun with this step.
+            gently = self._merges_gently(schedule)
+            if gently is False:
+                return
+            ends = schedule.ended(num_steps)[0] & (num_steps > schedule.first_step) & gently
+            num_under_way = self._num_gently(schedule.num_ended(num_steps) - _num_merged(schedule, num_steps))
+        follows_take = self._settings.selection is None
+        _when(ends, lambda: self._outer.approach(num_under_way, schedule.interval, follows_take))
+
+    def _num_gently(self, number: int | tf.Tensor) -> int | tf.Tensor:
+        """A number of windows, at least 1, where means are merged gently. It is known if there is one at most."""
+        return 1 if self._settings.num_slots == 2 else number
+
+    def _merges_gently(self, schedule: Schedule) -> bool | tf.Tensor:
+        return self._may_merge_gently and self._settings.merges_gently(schedule.delay)
 
     def _settle(self) -> None:
         """Emits the operations that merge all windows in flight, at the end of a window."""
         with tf.device("/cpu:0"):
             schedule, now = self.schedule, self.group.read_step()
-            num_ended = schedule.num_ended(now)
-            num_merged = schedule.num_ended(tf.maximum(schedule.first_step, now - schedule.delay))
+            num_ended, num_merged = schedule.num_ended(now), _num_merged(schedule, now)
         for num_newer in reversed(range(self._settings.num_slots - 1)):
             with tf.device("/cpu:0"):
                 window = num_ended - 1 - num_newer
                 is_in_flight = window >= num_merged
-            _when(is_in_flight, functools.partial(self._merge, window, num_newer))
+            _when(is_in_flight, functools.partial(self._merge, window))
+        self._outer.settle()
         self._begin_windows(now, num_ended)
+
+    # Weights that the program assigns between two steps are a change like any other, but count in full.
+
+    def makes_way(self) -> bool:
+        self._is_assigned.assign(True)
+        return True
+
+    def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        self._is_assigned.assign(True)
+        return tf.constant(True)
 
     # The schedule.
 
@@ -203,6 +265,7 @@ class DTSAlgorithm(Algorithm):
         self._first_iteration = int(iterations_variable(self.group.optimizer()))
 
     def begin_session(self) -> None:
+        self._is_assigned.assign(False)
         self._meeting.begin_session()
         self._begin_windows(0, 0)
         self._outer.begin()
@@ -210,6 +273,7 @@ class DTSAlgorithm(Algorithm):
     def begin_training(self) -> None:
         self._first_iteration = int(iterations_variable(self.group.optimizer()))
         self._outer.begin()  # Callbacks may have changed weights.
+        self._is_assigned.assign(False)
 
     def finish(self) -> None:
         group = self.group
@@ -224,7 +288,8 @@ class DTSAlgorithm(Algorithm):
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
         self._hand_out(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
         for window in [*under_way, under_way.stop]:
-            self._merge(tf.constant(window, tf.int64), under_way.stop - window)
+            self._merge(tf.constant(window, tf.int64))
+        self._outer.settle()
         group.constrain()
 
     def state(self) -> list[np.ndarray]:
@@ -251,8 +316,20 @@ class DTSAlgorithm(Algorithm):
             )
 
 
-def _when(condition: tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = lambda: None) -> None:
+def _num_merged(schedule: Schedule, num_steps: tf.Tensor) -> tf.Tensor:
+    """The number of windows that are merged when `num_steps` steps are complete."""
+    return schedule.num_ended(tf.maximum(schedule.first_step, num_steps - schedule.delay))
+
+
+def _nothing() -> None:
+    """Emits nothing."""
+
+
+def _when(condition: bool | tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = _nothing) -> None:
     """Emits operations that run if `condition` holds, and others that run if it does not."""
+    if isinstance(condition, bool):
+        (emit if condition else otherwise)()
+        return
 
     def run(emit: Callable[[], object]) -> None:
         emit()

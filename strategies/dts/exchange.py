@@ -19,7 +19,7 @@ from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
-from hop_tf.strategies.dts.windows import Course, Courses, Schedule
+from hop_tf.strategies.dts.windows import Course, Courses, Schedule, merges_gently
 
 # D and p, if an outer optimizer moves what is merged, or nothing may depend on time.
 _FIXED = 4
@@ -40,6 +40,8 @@ class DTSSettings:
     codec: codecs.Codec | str
     algorithm: str
     outer_optimizer: str = "None"
+    compensation: str = "gentle"
+    skewed_shards: bool = False
     on_peer_loss: str = "raise"
 
     def __post_init__(self):
@@ -58,6 +60,16 @@ class DTSSettings:
         if self.interval != AUTO:
             return self.interval
         return max(1, delay) if isinstance(delay, int) else tf.maximum(delay, 1)
+
+    def merges_gently(self, delay: int) -> bool:
+        """True if means are merged gently with a delay of so many steps. A tensor may be given, if D may change."""
+        return self.may_merge_gently and merges_gently(delay, self.interval_of(delay))
+
+    @property
+    def may_merge_gently(self) -> bool:
+        """True if means are merged gently with the longest delay."""
+        longest = self.delays[-1]
+        return self.compensation == "gentle" and merges_gently(longest, self.interval_of(longest))
 
     def schedule_of(self, width: int, first_step: int = 0, first_window: int = 0) -> Schedule:
         """The schedule of D = width - 1 that begins with a step, and a window."""

@@ -10,7 +10,9 @@ worker
 So a window's messages have the time of D steps, and one synchronization serves p steps. The paper sends sums of
 gradients, and corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the
 gradients that it changes. It costs accuracy at delays that are harmless without it. It takes twice the bytes, and is
-defined for SGD only. We average changes of weights; `hop_tf.runtime.outer` has the rule.
+defined for SGD only. We average changes of weights. With D of 3 steps or more, means are merged gently, as
+`hop_tf.runtime.outer` describes: a mean that replaces a rank's own change at once takes back what later gradients have
+already taken back.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import keras
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
+from hop_tf.arguments import check_boolean, check_choice, check_integer, check_on_peer_loss, identity_of
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.admissions import Admissions
@@ -46,7 +48,7 @@ class DTSStrategy(ExchangeStrategy):
     """Training with delayed and temporally sparse averaging of changes.
 
     Each rank makes steps of its own optimizer. Its changes in a window of `interval` steps are averaged over all ranks.
-    `delay` steps after the window's end, the mean replaces the rank's own change.
+    `delay` steps after the window's end, the mean is merged.
 
     Without arguments ranks choose these, a codec and an algorithm. First, windows of one step are merged at once, with
     each way to average. (An `interval` or a `delay` that is given is used.) Then ranks take the smallest delay for
@@ -56,22 +58,28 @@ class DTSStrategy(ExchangeStrategy):
     Under `tf.config.experimental.enable_op_determinism()` nothing is chosen by time: D = 4, p = 4, no codec, a mesh.
 
     In short trainings a delay costs accuracy, with the learning rate and momentum of synchronous training. After some
-    hundred steps it costs 1 to 3 points with D = 4, p = 4, and 2 to 9 with D = 20, p = 12. If each rank has data of
-    other classes, it costs 4 points with D = 4, p = 4. After some thousand steps it costs less than 1 point. A rank
-    computes with
+    hundred steps it costs 0.5 to 1 point with D = 4, p = 4, and 1 to 4 with D = 20, p = 12. If each rank has data of
+    other classes, it costs 4 points with D = 4, p = 4, and 2 with `skewed_shards=True`. After some thousand steps it
+    costs less than 1 point. A rank computes with
 
-        weights  =  merged weights, equal on all ranks  +  its own changes that are not merged yet, at their full size
+        weights  =  merged weights, equal on all ranks  +  its own changes that are not merged yet
+
+    If the delay is 1 or 2 steps, or less than the interval, own changes count in full, and a mean replaces them at
+    once. Otherwise a rank's own changes count half when their window has ended, and the weights approach the merged
+    ones within some 40 steps. So ranks stay near each other (`compensation`). Weights that the program assigns count in
+    full, as long as all ranks assign the same.
 
     When `fit` ends, all windows are merged. Weights and moving statistics are then equal to the bit on all ranks,
     except weights that `use_ema` has replaced (`synchronize(model)` averages these). Each rank has its own optimizer
     slots, and may have its own learning rate. Callbacks and validation within `fit` see the weights that a rank
-    computes with.
+    computes with. Merging gently, these lag by some 20 steps. So do checkpoints that callbacks write.
 
     `delay=0` is local SGD. With an `outer_optimizer` it is DiLoCo, and with a delay the eager form of DiLoCo.
     `delay=0, interval=1` with SGD is synchronous training.
 
     Traffic: one all-reduce of the model per window, with any optimizer. Memory, in models: the merged weights, the
     weights at the end of the last window, and up to ceil(D / p) for windows in flight, in addition to their messages.
+    With `compensation="gentle"`, and a delay of 3 steps or more, or "auto", there is one more.
 
     Changes of moving statistics are averaged, too, never through a codec. Steps that only accumulate gradients do not
     count as steps of a window. A step that loss scaling leaves out is a change of zero. If a rank ends early, the
@@ -98,6 +106,14 @@ class DTSStrategy(ExchangeStrategy):
         `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. It is copied, once for each optimizer that trains:
         see `outer_optimizer` below. It must not have loss scaling, `use_ema` or gradient accumulation, and does nothing
         in a world of one. Default None.
+      compensation: The weights that a rank computes with while means are in flight. "gentle": as above. Not used with a
+        delay below 3 or an interval above the delay, for variables of 16 bits, and with an `outer_optimizer`. "eager":
+        own changes count in full, and a mean replaces them at once. In short trainings with longer delays, that costs
+        more accuracy. Default None: "gentle", or "eager" with an `outer_optimizer`.
+      skewed_shards: True: for data of which each rank has a different kind, such as other classes. When a mean is
+        merged, D steps after its window's end, the velocity is corrected, too: by m^D / p times the mean change less
+        the rank's own, m being the momentum. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and
+        memory for one window more. It takes no `batch_shares`, `outer_optimizer` or `TopK`. Default False.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without the rank, and share its rows of each batch. Each window in flight
@@ -150,6 +166,8 @@ class DTSStrategy(ExchangeStrategy):
         interval: int | str = AUTO,
         codec: codecs.Codec | str | None = AUTO,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
+        compensation: str | None = None,
+        skewed_shards: bool = False,
         algorithm: str = AUTO,
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
@@ -164,17 +182,35 @@ class DTSStrategy(ExchangeStrategy):
         if interval != AUTO:
             check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
         check_choice("algorithm", algorithm, [AUTO, *sorted(ALGORITHMS)])
+        check_choice("compensation", compensation, (None, "gentle", "eager"))
+        if compensation == "gentle" and outer_optimizer is not None:
+            raise ValueError(
+                "`compensation` must be 'eager' or None with an `outer_optimizer`: its momentum overshoots if weights "
+                f"follow slowly. Received: compensation='gentle', outer_optimizer={outer_optimizer!r}."
+            )
         check_on_peer_loss(on_peer_loss)
+        check_boolean("skewed_shards", skewed_shards)
+        codec = AUTO if codec == AUTO else codecs.get(codec)
+        weighs = batch_shares is not None or outer_optimizer is not None
+        if skewed_shards and (weighs or isinstance(codec, codecs.TopK)):
+            raise ValueError(
+                "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that selects "
+                "values: velocities are corrected for means of all changes, in which all ranks count alike. Received: "
+                f"skewed_shards=True, {batch_shares=}, {outer_optimizer=}, {codec=}."
+            )
         given = DTSSettings(
             delay=delay if delay == AUTO else int(delay),
             interval=interval if interval == AUTO else int(interval),
-            codec=AUTO if codec == AUTO else codecs.get(codec),
+            codec=codec,
             algorithm=algorithm,
             outer_optimizer=_checked_outer_optimizer(outer_optimizer),
+            compensation=compensation or ("gentle" if outer_optimizer is None else "eager"),
+            skewed_shards=skewed_shards,
             on_peer_loss=on_peer_loss or "raise",
         )
         given = given.with_schedule() if outer_optimizer is not None else given
         self._settings = settings_to_use(given)
+        self.hears_of_assignments = self._settings.may_merge_gently
         num_windows = self._settings.num_slots
         if num_windows > MAX_WINDOWS:
             raise ValueError(

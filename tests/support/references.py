@@ -150,3 +150,63 @@ def late_windows(
     while num_merged < num_steps:
         merge(min(num_merged + interval, num_steps))
     return history, merged.w
+
+
+def gentle_windows(
+    w: np.ndarray,
+    update: Update,
+    gradient: Callable[[int, int, np.ndarray], np.ndarray],
+    *,
+    world_size: int,
+    delay: int,
+    interval: int,
+    num_steps: int,
+    mean: Callable[[Sequence[np.ndarray]], np.ndarray] = plain_mean,
+    kappa: float = 0.5,
+    t_1: float = 10,
+    t_2: float = 40,
+    momentum: float | None = None,
+) -> tuple[list[list[np.ndarray]], np.ndarray]:
+    """Trains ranks that are given what has arrived bit by bit, and whose own changes under way count kappa.
+
+    What a rank lacks is kept, in two parts: `apart`, which differs by rank, and `behind`, which all lack alike.
+    Arguments and results are those of `late_windows`, without an outer optimizer. With a `momentum`, velocities take
+    part in what a mean changes.
+    """
+    merged, behind, history = w.astype(np.float64), 0.0, []
+    states, known, apart = [State.of(w)] * world_size, [merged] * world_size, [0.0] * world_size
+    under_way: list[tuple[int, list[np.ndarray]]] = []
+    covered, covered_behind = (1 - (1 - 1 / t) ** interval for t in (t_1, t_2))
+
+    def merge() -> None:
+        nonlocal merged, behind
+        _, own = under_way.pop(0)
+        change = mean(own)
+        merged, behind = merged + change, behind + (1 - kappa) * change
+        for rank in range(world_size):
+            apart[rank] = apart[rank] + kappa * (change - own[rank])
+            if momentum is not None:
+                m = states[rank].m + momentum**delay / interval * (change - own[rank])
+                states[rank] = dataclasses.replace(states[rank], m=m)
+
+    for step in range(1, num_steps + 1):
+        states = [update(state, gradient(rank, step - 1, state.w)) for rank, state in enumerate(states)]
+        weights = [state.w for state in states]
+        has_ended = step % interval == 0
+        if has_ended:
+            own = [after - before for after, before in zip(weights, known, strict=True)]
+            under_way.append((step, own))
+            weights = [after - (1 - kappa) * each for after, each in zip(weights, own, strict=True)]
+        while under_way and under_way[0][0] + delay <= step:
+            merge()
+        if has_ended:
+            weights = [each + covered * apart[rank] + covered_behind * behind for rank, each in enumerate(weights)]
+            apart, behind = [(1 - covered) * each for each in apart], (1 - covered_behind) * behind
+            known = weights
+        states = [dataclasses.replace(state, w=each) for state, each in zip(states, weights, strict=True)]
+        history.append(weights)
+    if num_steps % interval:
+        under_way.append((num_steps, [state.w - before for state, before in zip(states, known, strict=True)]))
+    while under_way:
+        merge()
+    return history, merged

@@ -38,12 +38,12 @@ _TABLES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
             **{"cnn": -0.13, "AdamW": -0.13, "skewed": -0.20},
         },
         "dts (D = 4, p = 4)": {
-            **{"perceptron": -0.97, "resnet": -1.99, "transformer": -2.72},
-            **{"cnn": -1.20, "AdamW": -0.78, "skewed": -3.75},
+            **{"perceptron": -0.47, "resnet": -1.14, "transformer": -0.90},
+            **{"cnn": -0.61, "AdamW": -0.52, "skewed": -4.05},
         },
         "dts:20:12": {
-            **{"perceptron": -2.35, "resnet": -9.00, "transformer": -2.23},
-            **{"cnn": -3.18, "AdamW": -1.84, "skewed": -8.57},
+            **{"perceptron": -1.21, "resnet": -4.05, "transformer": -1.20},
+            **{"cnn": -2.14, "AdamW": -0.76, "skewed": -6.64},
         },
         "canary": {
             **{"perceptron": -0.52, "resnet": -0.39, "transformer": -0.03},
@@ -58,7 +58,7 @@ _TABLES: Mapping[str, Mapping[str, Mapping[str, float]]] = {
         "Pipe-SGD, int8": {"MNIST": 0.00, "CIFAR-10": +0.17},
         "Pipe-SGD, truncate16": {"MNIST": +0.01, "CIFAR-10": +0.39},
     },
-    _DTS: {"D = 4, p = 4": {_SHORT: -0.52}, "D = 20, p = 12": {_SHORT: -1.18}},
+    _DTS: {"D = 4, p = 4": {_SHORT: -0.37}, "D = 20, p = 12": {_SHORT: -0.78}},
     _HOP: {
         "backup 1": {_RANDOM: -0.24, _SLOW: -0.30},
         "staleness 5": {_RANDOM: +0.38},

@@ -45,13 +45,13 @@ class _Loop:
             self.optimizer.build(self.model.trainable_variables)
 
     @tf.function
-    def _step(self, gradient):
+    def step(self, gradient):
         self._strategy.run(lambda: self.optimizer.apply([gradient], self.model.trainable_variables))
 
     def train(self, steps):
         for step in steps:
             part = _gradients()[step, self._strategy.rank] / self._strategy.num_replicas_in_sync
-            self._step(tf.constant(part))
+            self.step(tf.constant(part))
 
     def synchronize(self):
         """Synchronizes; returns weights and velocity."""
@@ -87,6 +87,25 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         velocities = [values[1] for of_rank in results for values in of_rank[-1:]]  # Each rank's own.
         self.assertAllClose(np.mean(velocities, axis=0), _synchronous(means)[1], rtol=1e-5, atol=1e-5)
         self.assertGreater(np.abs(np.subtract(*velocities)).max(), 0.01)
+
+    @parameterized.parameters(("assign", 4, 4), ("assign", 5, 2), ("synchronize", 4, 4))
+    def test_weights_that_all_ranks_assign_stay(self, how, delay, interval):
+        """Also right after `synchronize`, and in a window after one that was assigned to."""
+        new = np.full(_SHAPE, 7.0, np.float32)
+
+        def run(strategy):
+            loop, seen = _Loop(strategy), []
+            for step in range(3 * _NUM_STEPS):
+                if step in (5, 20):
+                    if how == "synchronize":
+                        loop.synchronize()
+                    loop.model.layers[0].kernel.assign(step * new)
+                loop.step(tf.zeros(_SHAPE))
+                seen.append(loop.model.get_weights()[0])
+            return seen
+
+        for seen in _cluster(2, delay=delay, interval=interval).run(run):
+            self.assertAllClose(seen, [np.ones(_SHAPE)] * 5 + [5 * new] * 15 + [20 * new] * (len(seen) - 20))
 
     def test_ranks_that_have_made_fewer_steps(self):
         """Such ranks wait for the others, have no part in their later windows, and get their weights."""

@@ -37,7 +37,7 @@ def _optimizer():
 
 
 class SimulationTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((2, 1, codecs.TopK(ratio=0.2)), (5, 3, None), (1, 1, None))
+    @parameterized.parameters((2, 1, codecs.TopK(ratio=0.2)), (5, 3, None), (4, 4, None), (1, 1, None))
     @pytest.mark.stress
     def test_equals_fit(self, delay, interval, codec):
         x, y = _data()

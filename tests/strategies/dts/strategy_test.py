@@ -15,7 +15,7 @@ from hop_tf import codecs
 from hop_tf.errors import PeerLostError
 from hop_tf.strategies.dts.exchange import DTSExchange
 from support import OwnOptimizers, Unused, fewer_steps, in_process, linear_loss, two_kernels
-from support.references import adam, int8, late_windows, mesh_mean, sgd, truncate16
+from support.references import adam, gentle_windows, int8, late_windows, mesh_mean, sgd, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
 _BATCH_SIZE = 60
@@ -48,7 +48,7 @@ def _rows_of(step, rank, world_size):
     return slice(start + rank * share, start + (rank + 1) * share)
 
 
-def _reference(world_size, delay, interval, update, num_outputs=4, num_steps=_NUM_STEPS, **arguments):
+def _reference(world_size, delay, interval, update, num_outputs=4, num_steps=_NUM_STEPS, rule=None, **arguments):
     x, y, w = _problem(num_outputs)
 
     def gradient(rank, step, w):
@@ -56,7 +56,8 @@ def _reference(world_size, delay, interval, update, num_outputs=4, num_steps=_NU
         return 2 / (rows.stop - rows.start) * x[rows].T.astype(np.float64) @ (x[rows] @ w - y[rows])
 
     settings = {"world_size": world_size, "delay": delay, "interval": interval, "num_steps": num_steps}
-    return late_windows(w, update, gradient, **settings, **arguments)
+    rule = rule or (gentle_windows if 3 <= delay >= interval else late_windows)
+    return rule(w, update, gradient, **settings, **arguments)
 
 
 def _summed_square(y_true, y_pred):
@@ -142,21 +143,38 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         (2, 4, 4, "momentum"),
+        (2, 4, 4, "momentum", "eager"),
         (3, 3, 1, "sgd"),
         (2, 6, 4, "decay"),
         (3, 0, 3, "adamw"),
         (5, 5, 2, "nesterov"),
+        (3, 5, 2, "nesterov", "eager"),
         (4, 20, 12, "adam"),
+        (3, 20, 12, "adam", "eager"),
         (2, 0, 1, "momentum"),
         (3, 2, 5, "adam"),
         (2, 7, 1, "momentum"),
+        (2, 7, 1, "momentum", "eager"),
     )
-    @pytest.mark.stress(after=1)
-    @pytest.mark.slow(after=1)
-    def test_equals_the_reference_step_by_step(self, world_size, delay, interval, name):
+    @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=2)
+    def test_equals_the_reference_step_by_step(self, world_size, delay, interval, name, compensation="gentle"):
         make_optimizer, update = _OPTIMIZERS[name]
-        results = _cluster(world_size, delay=delay, interval=interval).run(lambda s: _train(s, make_optimizer))
-        self.check(results, _reference(world_size, delay, interval, update))
+        cluster = _cluster(world_size, delay=delay, interval=interval, compensation=compensation)
+        results = cluster.run(lambda s: _train(s, make_optimizer))
+        rule = late_windows if compensation == "eager" else None
+        self.check(results, _reference(world_size, delay, interval, update, rule=rule))
+
+    @parameterized.parameters((2, 4, 4), (3, 7, 3), (2, 1, 1), (3, 0, 1))
+    @pytest.mark.stress(after=2)
+    def test_equals_the_reference_with_skewed_shards(self, world_size, delay, interval):
+        make_optimizer, update = _OPTIMIZERS["nesterov"]
+        results = _cluster(world_size, delay=delay, interval=interval, skewed_shards=True).run(
+            lambda s: _train(s, make_optimizer)
+        )
+        gentleness = {"kappa": 0.5, "t_2": 40} if delay >= 3 else {"kappa": 1, "t_2": 1}
+        reference = functools.partial(gentle_windows, **gentleness, t_1=1, momentum=0.9)
+        self.check(results, _reference(world_size, delay, interval, update, rule=reference))
 
     @parameterized.parameters(("momentum", 2), ("nesterov", 3))
     @pytest.mark.stress
@@ -413,7 +431,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
             _fit(model, epochs=2)
             return model.get_weights()
 
-        for weights in _cluster(2, delay=3, interval=5).run(run):
+        for weights in _cluster(2, delay=3, interval=5, compensation="eager").run(run):
             self.assertAllClose(weights, [_linear_result(make) for make in make_optimizers], rtol=1e-5, atol=1e-5)
 
     @pytest.mark.slow
@@ -487,13 +505,17 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class TopKTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(codecs.TopK(ratio=0.1, warmup_steps=3), codecs.TopK(ratio=0.25))
+    @parameterized.parameters(
+        {"codec": codecs.TopK(ratio=0.1, warmup_steps=3), "compensation": "eager", "weight_decay": 0.5},
+        {"codec": codecs.TopK(ratio=0.25), "compensation": "gentle"},
+        {"codec": codecs.TopK(ratio=0.25), "compensation": "eager", "weight_decay": 0.5},
+    )
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_loses_nothing(self, codec):
+    def test_loses_nothing(self, codec, compensation, weight_decay=None):
         """However late a value was sent, the result is that of synchronous SGD."""
-        make_optimizer = _decaying(momentum=0.9, weight_decay=0.5)
-        results = _cluster(3, delay=4, interval=2, codec=codec).run(
+        make_optimizer = _decaying(momentum=0.9, weight_decay=weight_decay)
+        results = _cluster(3, delay=4, interval=2, codec=codec, compensation=compensation).run(
             lambda s: _train(s, make_optimizer, loss=linear_loss)[1]
         )
         for last in results:
@@ -675,12 +697,49 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(*results)
 
 
+class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        {"delay": 4, "interval": 4, "when": "on_train_batch_end"},
+        {"delay": 5, "interval": 3, "when": "on_train_batch_begin"},
+        {"delay": 3, "interval": 1, "when": "on_epoch_end"},
+    )
+    @pytest.mark.slow(after=1)
+    def test_weights_that_all_ranks_assign_stay(self, delay, interval, when):
+        """Although means are merged gently, weights are neither halved nor pulled back."""
+        new = np.full((3, 4), 7.0, np.float32)
+
+        def run(strategy):
+            model = _compiled(strategy, lambda: keras.optimizers.SGD(0.0), linear_loss)
+            seen = []
+
+            def assign(number, logs=None):
+                if number == (0 if when == "on_epoch_end" else 2):
+                    model.layers[0].kernel.assign(new)
+
+            look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(_weights(model)))
+            _fit(model, epochs=3, callbacks=[keras.callbacks.LambdaCallback(**{when: assign}), look])
+            return seen, _weights(model)
+
+        for seen, last in _cluster(2, delay=delay, interval=interval).run(run):
+            changed = [index for index, weights in enumerate(seen) if np.any(weights != _problem(4)[2])]
+            for weights in [*seen[changed[0] :], last]:
+                self.assertAllClose(weights, new, rtol=1e-6, atol=1e-6)
+
+
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"delay": -1}, "`delay` must be"),
         ({"interval": 0}, "`interval` must be"),
         ({"interval": 10**20}, "`interval` must be an integer of at least 1 and at most 2147483647. Received"),
         ({"algorithm": "star"}, "`algorithm` must be one of"),
+        ({"compensation": "none"}, "`compensation` must be one of"),
+        ({"skewed_shards": "yes"}, "`skewed_shards` must be .* Received: skewed_shards='yes'"),
+        ({"skewed_shards": True, "codec": "top_k"}, "`skewed_shards` must be False with .* Received: .*codec=TopK"),
+        ({"skewed_shards": True, "batch_shares": "auto"}, "`skewed_shards` must be False with .*batch_shares='auto'"),
+        (
+            {"compensation": "gentle", "outer_optimizer": keras.optimizers.SGD()},
+            "`compensation` must be 'eager' or None with an `outer_optimizer`.* Received: compensation='gentle', .*SGD",
+        ),
         ({"delay": 1000, "interval": 10}, "at most 100 windows .* which make 101"),
         ({"codec": "zip"}, "`codec` must be one of"),
     )

@@ -42,7 +42,8 @@ class SelectionTest(tf.test.TestCase):
         def train(window, change, mean):
             variable.assign_add(change)
             (own,) = outer.take(lambda changes: largest(selection, tf.constant(window, tf.int64), changes))
-            outer.merge([tf.constant(mean)], 0)
+            outer.merge([tf.constant(mean)])
+            outer.give(0)
             return own.numpy(), variable.numpy()
 
         own, w = train(0, [1.0, -5.0, 2.0, 0.5, -3.0], [0.0, -1.0, 0.0, 0.0, 1.0])
@@ -52,7 +53,8 @@ class SelectionTest(tf.test.TestCase):
         self.assertAllEqual(own, [2.5, 0.0, 3.0, 0.0, 0.0])
         self.assertAllEqual(w, [0.0, -0.5, 0.0, 0.5, 1.0])
         own = outer.take()[0].numpy()
-        outer.merge([tf.zeros(5)], 0)
+        outer.merge([tf.zeros(5)])
+        outer.give(0)
         self.assertAllEqual(own, [0.0, 0.5, 0.0, 0.5, 0.0])
         self.assertAllEqual(variable, [0.0, -1.0, 0.0, 0.0, 1.0])
 
@@ -85,12 +87,14 @@ class OuterStepsTest(tf.test.TestCase):
             handed_out.append(np.mean([outer.take()[0] for outer in outers], axis=0))
             if len(handed_out) > 2:
                 for outer in outers:
-                    outer.merge([handed_out[0]], 2)
+                    outer.merge([handed_out[0]])
+                    outer.give(2)
                 handed_out.pop(0)
             self.assertLess(np.abs(ranks[0] - ranks[1]).max(), 0.02)
         for num_newer, mean in reversed([*enumerate(reversed(handed_out))]):
             for outer in outers:
-                outer.merge([mean], num_newer)
+                outer.merge([mean])
+                outer.give(num_newer)
         self.assertAllEqual(*ranks)
 
 

@@ -66,6 +66,7 @@ class SkewedShardsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (hop_tf.HopStrategy, keras.optimizers.Adam),
         (hop_tf.HopStrategy, functools.partial(keras.optimizers.SGD, 0.1)),
+        (functools.partial(hop_tf.DTSStrategy, delay=4), keras.optimizers.Adam),
     )
     def test_an_optimizer_without_velocity_is_refused(self, make, make_optimizer):
         cluster = in_process(make, 2, skewed_shards=True)
