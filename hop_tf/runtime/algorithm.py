@@ -101,15 +101,22 @@ class Algorithm(GraphState, abc.ABC):
         """True if assigned weights count from now on. An algorithm that may keep a second copy of them then keeps none.
 
         Called when the program assigns weights of the group: before the update, after it, or between two steps of
-        `fit`. Also called for each custom loop. If `Scheme.takes_assignments` is True, only between two steps of `fit`.
+        `fit`. Also called for each custom loop.
         """
         return False
+
+    def note_assigned(self, variables: Sequence[tf.Variable]) -> None:
+        """Called if the program has assigned variables between two steps of `fit`: see `Scheme.hears_of_assignments`.
+
+        Args:
+          variables: The variables, of this and of other groups.
+        """
 
     def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         """Emits the operations that take weights that a custom loop has assigned between two steps.
 
         Args:
-          weights: The trained weights at the start of the step.
+          weights: The trained weights at the start of the step; empty if `Scheme.takes_assignments` is True.
 
         Returns:
           bool scalar: False if that is not possible.

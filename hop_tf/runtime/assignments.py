@@ -106,7 +106,10 @@ class Assignments:
     def _tell(self) -> None:
         if self._watch is None or not (assigned := self._watch.assigned()):
             return
-        if not all(algorithm.makes_way() for algorithm in self._watched):
+        if self._scheme.takes_assignments:
+            for algorithm in self._watched:
+                algorithm.note_assigned(assigned)
+        elif not all(algorithm.makes_way() for algorithm in self._watched):
             self._refuse(assigned, "between two training steps, as by a callback")
         self._watch.forget()
 

@@ -16,7 +16,7 @@ Kale, Douillard and Donchev, arXiv 2502.12996.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -52,23 +52,19 @@ class Latest:
         return tf.nest.flatten(tf.switch_case(index, values))
 
     def add_newest(
-        self,
-        number: int | tf.Tensor,
-        values: Sequence[tf.Tensor],
-        factors: Sequence[tf.Tensor] = (),
-        num_scaled: int = 0,
+        self, number: int | tf.Tensor, values: Sequence[tf.Tensor], factors: Sequence[Sequence[tf.Tensor]] = ()
     ) -> list[tf.Tensor]:
         """Emits the ops that add the `number` values that were pushed last to others.
 
         Args:
           number: How many.
           values: To these.
-          factors: What the values that were pushed last are multiplied with, those before, and so on.
-          num_scaled: The number of variables, the first ones, whose values are multiplied.
+          factors: What to multiply values with: those that were pushed last, those before, and so on; for each the
+            factors of the first variables. Default 1.
         """
         sums = list(values)
         for age, kept in enumerate(reversed(self._kept)):
-            add = functools.partial(_sums, sums, kept, factors[age] if num_scaled else 1, num_scaled)
+            add = functools.partial(_sums, sums, kept, factors[age] if factors else ())
             if isinstance(number, int):
                 sums = add() if age < number else sums
                 continue
@@ -87,12 +83,10 @@ def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
     return [variable.read_value() for variable in variables]
 
 
-def _sums(
-    values: Sequence[tf.Tensor], others: Sequence[tf.Variable], factor: tf.Tensor | float, num_scaled: int
-) -> list[tf.Tensor]:
+def _sums(values: Sequence[tf.Tensor], others: Sequence[tf.Variable], factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     others = [tf.cast(other, value.dtype) for value, other in zip(values, others, strict=True)]
-    others[:num_scaled] = [tf.cast(factor, other.dtype) * other for other in others[:num_scaled]]
-    return [value + other for value, other in zip(values, others, strict=True)]
+    scaled = [tf.cast(factor, other.dtype) * other for factor, other in zip(factors, others, strict=False)]
+    return [value + other for value, other in zip(values, [*scaled, *others[len(scaled) :]], strict=True)]
 
 
 def zeros_like(variable: tf.Variable) -> tf.Variable:
@@ -128,6 +122,11 @@ class LateChanges:
     def known(self) -> list[tf.Tensor]:
         """Emits the ops that read what the variables were before the changes that `take` would give."""
         return [known.read_value() for known in self._known]
+
+    def count_from(self, values: Mapping[int, tf.Tensor]) -> None:
+        """Emits the ops that make the next changes of some variables, by index, those since these values."""
+        for index, value in values.items():
+            self._known[index].assign(value)
 
     def take(self, choose: Callable[[list[tf.Tensor]], list] | None = None) -> list[tf.Tensor]:
         """Emits the ops that compute the changes since the last call.

@@ -20,8 +20,10 @@ change by later gradients, so that this part is taken out twice. Merging gently 
 
 Own changes count whole until their window ends, and kappa after that. At the end of a window weights move as the slow
 values do, and a part a_1 of the way to where they should be. With a = 1 - (1 - 1 / T)^p, p steps a window, a distance
-falls to 1/e in T steps. Slow values are moved by means only, too. kappa = 1, T_1 = T_2 = 1 is merging at once. A window
-in which the program has assigned weights has kappa = 1, so that assigned weights stay.
+falls to 1/e in T steps. Slow values are moved by means only, too. kappa = 1, T_1 = T_2 = 1 is merging at once.
+
+If the program has assigned a weight, nothing may be left to approach. So the change in that window is the assigned
+value less what is merged and under way, its kappa is 1, and the slow value becomes what keeps the weight where it is.
 
 At the end of a window the order is `take`, then `merge` and `follow` for a window that is due, then `approach`. To
 merge at once, `give` replaces the last two.
@@ -44,7 +46,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import clipped
-from hop_tf.keras_hook.updates import update
+from hop_tf.keras_hook.updates import as_own_updates, update
 from hop_tf.runtime.averaging import LateChanges, Latest
 from hop_tf.tensors import payloads
 
@@ -85,8 +87,8 @@ class OuterSteps:
         self._changes = LateChanges(variables, values)
         self._own = Latest(variables, max_newer + skewed_shards)
         with tf.init_scope(), tf.device("/cpu:0"):
-            kappa = tf.Variable(_KAPPA, trainable=False, name="hop_tf_kappa")
-        self._kappas = Latest([kappa], max_newer + 1 if gently else 0)
+            kappas = tf.Variable(tf.fill([num_trained], _KAPPA), trainable=False, name="hop_tf_kappas")
+        self._kappas = Latest([kappas], max_newer + 1 if gently else 0)
         self._t_1 = 1 if skewed_shards else _T_1
         # Names are the same where the step is traced within a condition, as that of a rank that joins.
         with tf.init_scope(), tf.name_scope(""):
@@ -103,9 +105,10 @@ class OuterSteps:
 
     def begin_with(self, merged: Sequence[np.ndarray]) -> None:
         """Takes over what is merged on another rank: variables are that, and nothing is under way."""
-        for each, variable, values in zip(self._merged, self._variables, merged, strict=True):
-            each.assign(payloads.view(values.copy(), each.dtype.as_numpy_dtype, each.shape))
-            variable.assign(tf.cast(each, variable.dtype))
+        with as_own_updates():  # Not the program's.
+            for each, variable, values in zip(self._merged, self._variables, merged, strict=True):
+                each.assign(payloads.view(values.copy(), each.dtype.as_numpy_dtype, each.shape))
+                variable.assign(tf.cast(each, variable.dtype))
         self._changes.reset()
         self._stop_approach()
 
@@ -117,13 +120,14 @@ class OuterSteps:
         self._stop_approach()
 
     def take(
-        self, choose: Callable[[list[tf.Tensor]], list] | None = None, is_assigned: tf.Tensor | None = None
+        self, choose: Callable[[list[tf.Tensor]], list] | None = None, assigned: tf.Tensor | None = None
     ) -> list[tf.Tensor]:
         """Emits the ops that end a window.
 
         Args:
           choose: As of `LateChanges.take`, of the variables that are trained: what stays is changed in a later window.
-          is_assigned: True if the program has assigned weights in the window. Default False.
+          assigned: For each trained variable, True if the program has assigned it in the window (`note_assigned`).
+            Default: none.
 
         Returns:
           The changes of each variable by this rank.
@@ -136,8 +140,8 @@ class OuterSteps:
         own = self._changes.take(choose and choose_all)
         self._own.push(own)
         with tf.device("/cpu:0"):
-            kappa = _KAPPA if is_assigned is None else tf.where(is_assigned, 1.0, _KAPPA)
-            self._kappas.push([kappa])
+            kappas = tf.fill([self._num_trained], _KAPPA)
+            self._kappas.push([kappas if assigned is None else tf.where(assigned, 1.0, kappas)])
         return own
 
     def merge(self, means: Sequence[tf.Tensor], share: tf.Tensor | float = 1.0) -> list[tf.Tensor]:
@@ -202,8 +206,24 @@ class OuterSteps:
           means: As `merge` has returned them.
           num_newer: The number of windows that have ended after it.
         """
-        (kappa,) = self._kappas.at(num_newer)
-        _add(self._slow, [tf.cast(kappa, mean.dtype) * mean for mean in means[: self._num_trained]])
+        with tf.device("/cpu:0"):
+            kappas = tf.unstack(*self._kappas.at(num_newer), self._num_trained)
+        _add(self._slow, [tf.cast(kappa, mean.dtype) * mean for kappa, mean in zip(kappas, means, strict=False)])
+
+    def note_assigned(self, indices: Sequence[int], num_under_way: int | tf.Tensor) -> None:
+        """Emits the ops that leave nothing to approach in variables that the program has assigned.
+
+        Args:
+          indices: The variables, all trained.
+          num_under_way: As of `give`.
+        """
+        merged = [each.read_value() for each in self._merged]
+        with tf.device("/cpu:0"):
+            rest = [tf.unstack(1 - kappas, self._num_trained) for (kappas,) in reversed(self._kappas.all())]
+        whole, slow = (self._own.add_newest(num_under_way, merged, factors) for factors in ((), rest))
+        self._changes.count_from({i: tf.cast(whole[i], self._variables[i].dtype) for i in indices})
+        for i in indices:
+            self._slow[i].assign(slow[i])
 
     def approach(self, num_under_way: int | tf.Tensor, interval: int | tf.Tensor, follows_take: bool = False) -> None:
         """Emits the ops that move variables towards what is merged, after `take` and the merges of that step.
@@ -214,16 +234,16 @@ class OuterSteps:
           follows_take: As of `give`.
         """
         with tf.device("/cpu:0"):
-            kappas = [kappa.read_value() for (kappa,) in reversed(self._kappas.all())]
+            kappas = [tf.unstack(each, self._num_trained) for (each,) in reversed(self._kappas.all())]
             a_1, a_2 = (_part(steps, interval) for steps in (self._t_1, _T_2))
         num, newest = self._num_trained, self._own.all()[-1]
         known = self._changes.known()
         values = [each.read_value() for each in self._merged]
         moves = [tf.cast(a_2, slow.dtype) * (value - slow) for slow, value in zip(self._slow, values, strict=False)]
         values[:num] = [slow.assign_add(move) for slow, move in zip(self._slow, moves, strict=True)]
-        values = self._own.add_newest(num_under_way, values, factors=kappas, num_scaled=num)
+        values = self._own.add_newest(num_under_way, values, kappas)
         for i, move in enumerate(moves):
-            weights = tf.cast(known[i], move.dtype) - tf.cast(1 - kappas[0], move.dtype) * newest[i] + move
+            weights = tf.cast(known[i], move.dtype) - tf.cast(1 - kappas[0][i], move.dtype) * newest[i] + move
             values[i] = weights + tf.cast(a_1, move.dtype) * (values[i] - weights)
         self._assign(values, follows_take)
 

@@ -81,7 +81,8 @@ class DTSAlgorithm(Algorithm):
                 for name, value in (("delay", self._settings.delays[0]), ("first_step", 0), ("first_window", 0))
             )
             self._rows = WindowRows()
-            self._is_assigned = tf.Variable(False, trainable=False, name="hop_tf_assigned")
+            assigned = tf.fill([group.num_trained], False)
+            self._assigned = tf.Variable(assigned, trainable=False, name="hop_tf_assigned")
 
     @property
     def exchange(self) -> DTSExchange:
@@ -112,12 +113,12 @@ class DTSAlgorithm(Algorithm):
     def _hand_out(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
-        is_assigned = None
+        assigned = None
         if self._may_merge_gently:
             with tf.device("/cpu:0"):
-                is_assigned = self._is_assigned.read_value()
-                self._is_assigned.assign(False)
-        changes, weight = self._outer.take(choose, is_assigned), tf.constant([float(counts)])
+                assigned = self._assigned.read_value()
+                self._assigned.assign(tf.zeros_like(assigned))
+        changes, weight = self._outer.take(choose, assigned), tf.constant([float(counts)])
         if self._shares is not None and counts:
             rows = self._rows.take()
             changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
@@ -222,14 +223,27 @@ class DTSAlgorithm(Algorithm):
         self._outer.settle()
         self._begin_windows(now, num_ended)
 
-    # Weights that the program assigns between two steps are a change like any other, but count in full.
+    # Weights that the program assigns between two steps.
 
-    def makes_way(self) -> bool:
-        self._is_assigned.assign(True)
-        return True
+    def note_assigned(self, variables: Sequence[tf.Variable]) -> None:
+        keys, schedule = set(map(id, variables)), self.known_schedule()
+        indices = [index for index, each in enumerate(self.group.trained) if id(each) in keys]
+        if self._merges_gently(schedule):
+            self._outer.note_assigned(indices, len(schedule.under_way(int(self.group.step))))
+            self._assigned.assign(
+                [self._assigned[index] or index in indices for index in range(self.group.num_trained)]
+            )
 
     def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
-        self._is_assigned.assign(True)
+        with tf.device("/cpu:0"):
+            schedule, now = self.schedule, self.group.read_step()
+            num_under_way = schedule.num_ended(now) - _num_merged(schedule, now)
+
+        def take() -> None:
+            self._outer.note_assigned(range(self.group.num_trained), num_under_way)
+            self._assigned.assign(tf.ones_like(self._assigned))
+
+        _when(self._merges_gently(schedule), take)
         return tf.constant(True)
 
     # The schedule.
@@ -265,7 +279,7 @@ class DTSAlgorithm(Algorithm):
         self._first_iteration = int(iterations_variable(self.group.optimizer()))
 
     def begin_session(self) -> None:
-        self._is_assigned.assign(False)
+        self._assigned.assign(tf.zeros_like(self._assigned))
         self._meeting.begin_session()
         self._begin_windows(0, 0)
         self._outer.begin()
@@ -273,7 +287,7 @@ class DTSAlgorithm(Algorithm):
     def begin_training(self) -> None:
         self._first_iteration = int(iterations_variable(self.group.optimizer()))
         self._outer.begin()  # Callbacks may have changed weights.
-        self._is_assigned.assign(False)
+        self._assigned.assign(tf.zeros_like(self._assigned))
 
     def finish(self) -> None:
         group = self.group

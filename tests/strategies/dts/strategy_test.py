@@ -122,6 +122,12 @@ def _on_batch(number, call):
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: call() if batch == number else None)
 
 
+def _at_step(number, call):
+    """A callback that makes a call after so many steps of a `fit`."""
+    steps = iter(range(1, number + 1))
+    return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: next(steps, 0) == number and call())
+
+
 _OPTIMIZERS = {
     "sgd": (_sgd(), sgd(_RATE)),
     "momentum": (_sgd(momentum=0.9), sgd(_RATE, 0.9)),
@@ -724,6 +730,33 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             changed = [index for index, weights in enumerate(seen) if np.any(weights != _problem(4)[2])]
             for weights in [*seen[changed[0] :], last]:
                 self.assertAllClose(weights, new, rtol=1e-6, atol=1e-6)
+
+    @parameterized.parameters((4, 4, 6), (7, 3, 6), (20, 12, 6), (4, 4, 2))
+    @pytest.mark.stress(after=1)
+    def test_what_is_left_to_approach_is_forgotten(self, delay, interval, epochs):
+        """Weights that are assigned after some steps stay. Those that are not assigned lose nothing."""
+        num_steps = 2 * _NUM_ROWS // _BATCH_SIZE
+
+        def run(strategy):
+            with strategy.scope():
+                model = _two_kernels()
+                model.compile(keras.optimizers.SGD(_RATE), linear_loss)
+            first, seen = model.trainable_variables[0], []
+
+            def assign():
+                first.assign(tf.fill(first.shape, 7.0))
+                model.optimizer.learning_rate = 0.0
+
+            look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append(first.numpy()))
+            _fit(model, epochs=epochs, callbacks=[look, _at_step(num_steps, assign)])
+            return seen[num_steps + 1 :], [variable.numpy() for variable in model.trainable_variables]
+
+        results = _cluster(2, delay=delay, interval=interval).run(run)
+        expected = _cluster(2, delay=delay, interval=interval, compensation="eager").run(run)
+        for (seen, (assigned, other)), (_, (_, other_eagerly)) in zip(results, expected, strict=True):
+            self.assertAllClose(assigned, np.full_like(assigned, 7.0), rtol=1e-5, atol=1e-5)
+            self.assertAllClose(seen, np.full_like(seen, 7.0), atol=0.25)  # They follow the slow ones.
+            self.assertAllClose(other, other_eagerly, rtol=1e-5, atol=1e-5)
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
