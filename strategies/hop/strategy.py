@@ -44,8 +44,7 @@ class HopStrategy(ExchangeStrategy):
     """Decentralized training: each rank averages its parameters with its neighbors' in every step.
 
     At the same learning rate and momentum, accuracy is less than a point below synchronous training. If each rank has
-    data of other classes, it is some 2 points below with three ranks, and more with more ranks. With
-    `skewed_shards=True` it is less than a point below.
+    data of other classes, it is some 2 points below with three ranks, and with `skewed_shards=True` less than a point.
 
     In step k, rank i sends its parameters x_k,i to its out-neighbors, and computes the gradient at x_k,i meanwhile.
     Then it applies the gradient to the weighted mean of its own and its in-neighbors' x_k:
