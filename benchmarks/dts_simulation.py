@@ -173,8 +173,8 @@ def make_job(
       The job. All ranks have the first one's weights.
     """
     schedule = Schedule(delay, interval)
-    compensation = "gentle" if make_outer_optimizer() is None else "eager"
-    settings = DTSSettings(delay=delay, interval=interval, codec=None, algorithm="mesh", compensation=compensation)
+    outer = make_outer_optimizer()
+    settings = DTSSettings(delay=delay, interval=interval, codec=None, algorithm="mesh", outer_optimizer=str(outer))
     gently = settings.may_merge_gently
     ranks = [
         Rank(make_model(), make_optimizer(), loss, schedule, selection, make_outer_optimizer(), gently)

@@ -69,7 +69,9 @@ class DTSSettings:
     def may_merge_gently(self) -> bool:
         """True if means are merged gently with the longest delay."""
         longest = self.delays[-1]
-        return self.compensation == "gentle" and merges_gently(longest, self.interval_of(longest))
+        if self.compensation != "gentle" or self.outer_optimizer != "None":  # Its momentum overshoots if weights lag.
+            return False
+        return merges_gently(longest, self.interval_of(longest))
 
     def schedule_of(self, width: int, first_step: int = 0, first_window: int = 0) -> Schedule:
         """The schedule of D = width - 1 that begins with a step, and a window."""

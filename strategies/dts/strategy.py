@@ -109,7 +109,7 @@ class DTSStrategy(ExchangeStrategy):
       compensation: The weights that a rank computes with while means are in flight. "gentle": as above. Not used with a
         delay below 3 or an interval above the delay, for variables of 16 bits, and with an `outer_optimizer`. "eager":
         own changes count in full, and a mean replaces them at once. In short trainings with longer delays, that costs
-        more accuracy. Default None: "gentle", or "eager" with an `outer_optimizer`.
+        more accuracy. Default "gentle".
       skewed_shards: True: for data of which each rank has a different kind, such as other classes. When a mean is
         merged, D steps after its window's end, the velocity is corrected, too: by m^D / p times the mean change less
         the rank's own, m being the momentum. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and
@@ -166,7 +166,7 @@ class DTSStrategy(ExchangeStrategy):
         interval: int | str = AUTO,
         codec: codecs.Codec | str | None = AUTO,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
-        compensation: str | None = None,
+        compensation: str = "gentle",
         skewed_shards: bool = False,
         algorithm: str = AUTO,
         on_peer_loss: str | None = None,
@@ -182,12 +182,7 @@ class DTSStrategy(ExchangeStrategy):
         if interval != AUTO:
             check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
         check_choice("algorithm", algorithm, [AUTO, *sorted(ALGORITHMS)])
-        check_choice("compensation", compensation, (None, "gentle", "eager"))
-        if compensation == "gentle" and outer_optimizer is not None:
-            raise ValueError(
-                "`compensation` must be 'eager' or None with an `outer_optimizer`: its momentum overshoots if weights "
-                f"follow slowly. Received: compensation='gentle', outer_optimizer={outer_optimizer!r}."
-            )
+        check_choice("compensation", compensation, ("gentle", "eager"))
         check_on_peer_loss(on_peer_loss)
         check_boolean("skewed_shards", skewed_shards)
         codec = AUTO if codec == AUTO else codecs.get(codec)
@@ -204,7 +199,7 @@ class DTSStrategy(ExchangeStrategy):
             codec=codec,
             algorithm=algorithm,
             outer_optimizer=_checked_outer_optimizer(outer_optimizer),
-            compensation=compensation or ("gentle" if outer_optimizer is None else "eager"),
+            compensation=compensation,
             skewed_shards=skewed_shards,
             on_peer_loss=on_peer_loss or "raise",
         )

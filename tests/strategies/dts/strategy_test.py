@@ -769,10 +769,6 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ({"skewed_shards": "yes"}, "`skewed_shards` must be .* Received: skewed_shards='yes'"),
         ({"skewed_shards": True, "codec": "top_k"}, "`skewed_shards` must be False with .* Received: .*codec=TopK"),
         ({"skewed_shards": True, "batch_shares": "auto"}, "`skewed_shards` must be False with .*batch_shares='auto'"),
-        (
-            {"compensation": "gentle", "outer_optimizer": keras.optimizers.SGD()},
-            "`compensation` must be 'eager' or None with an `outer_optimizer`.* Received: compensation='gentle', .*SGD",
-        ),
         ({"delay": 1000, "interval": 10}, "at most 100 windows .* which make 101"),
         ({"codec": "zip"}, "`codec` must be one of"),
     )

@@ -44,6 +44,7 @@ class CallsTest(parameterized.TestCase):
             },
         ),
         (_HOP, {"topology": "ring", "update_order": "serial", "on_peer_loss": "raise"}),
+        (_HOP, {"skewed_shards": True}),
         (_PIPE_SGD, {}),
         (_PIPE_SGD, {"pipeline_width": 3, "codec": "int8", "num_segments": 2, "algorithm": "ring", **_OF_ALL}),
         (_PIPE_SGD, {"codec": None, "algorithm": "mesh"}),
@@ -58,6 +59,8 @@ class CallsTest(parameterized.TestCase):
         ),
         (_CANARY, {"consistency": "bsp"}),
         (_CANARY, {"consistency": "bsp", "algorithm": "ring"}),
+        (_DTS, {}),
+        (_DTS, {"delay": 8, "interval": 4, "compensation": "eager", "skewed_shards": True}),
         (_DTS, {"delay": 8, "interval": 2, "codec": "truncate16", "batch_shares": "auto"}),
     )
     def test_what_was_given_is_told_and_nothing_else(self, strategy, arguments):
