@@ -35,9 +35,10 @@ class Assignments:
         self._is_between_epochs = True
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
-        """Called when a step is traced, or run eagerly. In a custom loop, weights are read before their decay."""
+        """Called when a step is traced, or run eagerly. `take_assigned` may need weights from before their decay."""
         if self._watch is not None:
-            self._watch.trace, trace.reads_before_decay = trace, not in_fit
+            self._watch.trace = trace
+            trace.reads_before_decay = not in_fit and not self._scheme.takes_assignments
 
     def note_created(self, variable: tf.Variable) -> None:
         """Called when a variable was created in the scope that an optimizer may train."""
