@@ -27,6 +27,11 @@ def assign_all(variables: Sequence[tf.Variable], values: Sequence) -> None:
         variable.assign(value)
 
 
+def read_all(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    """Emits the ops that read variables: what they are now, whatever is assigned later."""
+    return [variable.read_value() for variable in variables]
+
+
 class Latest:
     """The latest few values of some variables, kept as long as others wait for them: all zeros at first.
 
@@ -44,7 +49,7 @@ class Latest:
 
     def at(self, age: int | tf.Tensor) -> list[tf.Tensor]:
         """Emits the ops that read the values after which `age` others were pushed."""
-        values = [functools.partial(_read, kept) for kept in reversed(self._kept)]
+        values = [functools.partial(read_all, kept) for kept in reversed(self._kept)]
         if isinstance(age, int):
             return values[age]()
         with tf.device("/cpu:0"):
@@ -77,10 +82,6 @@ class Latest:
         """Emits the ops that drop the oldest values, for these."""
         for older, newer in zip(self._kept, [*self._kept[1:], values], strict=False):
             assign_all(older, newer)
-
-
-def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    return [variable.read_value() for variable in variables]
 
 
 def _sums(values: Sequence[tf.Tensor], others: Sequence[tf.Variable], factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -121,7 +122,7 @@ class LateChanges:
 
     def known(self) -> list[tf.Tensor]:
         """Emits the ops that read what the variables were before the changes that `take` would give."""
-        return [known.read_value() for known in self._known]
+        return read_all(self._known)
 
     def count_from(self, values: Mapping[int, tf.Tensor]) -> None:
         """Emits the ops that make the next changes of some variables, by index, those since these values."""
@@ -138,7 +139,7 @@ class LateChanges:
         Returns:
           The changes.
         """
-        values = [variable.read_value() for variable in self.variables]
+        values = read_all(self.variables)
         changes = [value - known for value, known in zip(values, self._known, strict=True)]
         chosen = [None] * len(changes) if choose is None else choose(changes)
         for index, where in enumerate(chosen):

@@ -47,7 +47,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import clipped
 from hop_tf.keras_hook.updates import as_own_updates, update
-from hop_tf.runtime.averaging import LateChanges, Latest
+from hop_tf.runtime.averaging import LateChanges, Latest, assign_all, read_all
 from hop_tf.tensors import payloads
 
 # kappa, T_1 (for skewed shards 1), and T_2, in steps. They were chosen for a perceptron with momentum 0.9.
@@ -139,9 +139,10 @@ class OuterSteps:
 
         own = self._changes.take(choose and choose_all)
         self._own.push(own)
-        with tf.device("/cpu:0"):
-            kappas = tf.fill([self._num_trained], _KAPPA)
-            self._kappas.push([kappas if assigned is None else tf.where(assigned, 1.0, kappas)])
+        if self._slow:
+            with tf.device("/cpu:0"):
+                kappas = tf.fill([self._num_trained], _KAPPA)
+                self._kappas.push([kappas if assigned is None else tf.where(assigned, 1.0, kappas)])
         return own
 
     def merge(self, means: Sequence[tf.Tensor], share: tf.Tensor | float = 1.0) -> list[tf.Tensor]:
@@ -182,7 +183,7 @@ class OuterSteps:
           follows_take: True if `take` has just taken all changes, so that the variables have none of their own. Default
             False: these are kept.
         """
-        self._assign(self._own.add_newest(num_under_way, [each.read_value() for each in self._merged]), follows_take)
+        self._assign(self._own.add_newest(num_under_way, read_all(self._merged)), follows_take)
 
     def settle(self, follows_take: bool = False) -> None:
         """Emits the ops that give the variables what is merged: all windows are, and nothing is left to approach.
@@ -217,7 +218,7 @@ class OuterSteps:
           indices: The variables, all trained.
           num_under_way: As of `give`.
         """
-        merged = [each.read_value() for each in self._merged]
+        merged = read_all(self._merged)
         with tf.device("/cpu:0"):
             rest = [tf.unstack(1 - kappas, self._num_trained) for (kappas,) in reversed(self._kappas.all())]
         whole, slow = (self._own.add_newest(num_under_way, merged, factors) for factors in ((), rest))
@@ -238,7 +239,7 @@ class OuterSteps:
             a_1, a_2 = (_part(steps, interval) for steps in (self._t_1, _T_2))
         num, newest = self._num_trained, self._own.all()[-1]
         known = self._changes.known()
-        values = [each.read_value() for each in self._merged]
+        values = read_all(self._merged)
         moves = [tf.cast(a_2, slow.dtype) * (value - slow) for slow, value in zip(self._slow, values, strict=False)]
         values[:num] = [slow.assign_add(move) for slow, move in zip(self._slow, moves, strict=True)]
         values = self._own.add_newest(num_under_way, values, kappas)
@@ -248,8 +249,7 @@ class OuterSteps:
         self._assign(values, follows_take)
 
     def _stop_approach(self) -> None:
-        for slow, merged in zip(self._slow, self._merged, strict=False):
-            slow.assign(merged)
+        assign_all(self._slow, self._merged[: len(self._slow)])
 
     def _move(self, means: Sequence[tf.Tensor], has_steps: tf.Tensor) -> None:
         if self.optimizer is None:

@@ -204,11 +204,11 @@ class DTSAlgorithm(Algorithm):
         _when(ends, lambda: self._outer.approach(num_under_way, schedule.interval, follows_take))
 
     def _num_gently(self, number: int | tf.Tensor) -> int | tf.Tensor:
-        """A number of windows, at least 1, where means are merged gently. It is known if there is one at most."""
+        """A number of windows, at least 1, under gentle merging. If there is at most one, that is 1, and no tensor."""
         return 1 if self._settings.num_slots == 2 else number
 
     def _merges_gently(self, schedule: Schedule) -> bool | tf.Tensor:
-        return self._may_merge_gently and self._settings.merges_gently(schedule.delay)
+        return self._may_merge_gently and schedule.merges_gently
 
     def _settle(self) -> None:
         """Emits the operations that merge all windows in flight, at the end of a window."""
@@ -227,12 +227,11 @@ class DTSAlgorithm(Algorithm):
 
     def note_assigned(self, variables: Sequence[tf.Variable]) -> None:
         keys, schedule = set(map(id, variables)), self.known_schedule()
-        indices = [index for index, each in enumerate(self.group.trained) if id(each) in keys]
         if self._merges_gently(schedule):
-            self._outer.note_assigned(indices, len(schedule.under_way(int(self.group.step))))
-            self._assigned.assign(
-                [self._assigned[index] or index in indices for index in range(self.group.num_trained)]
-            )
+            are_assigned = [id(variable) in keys for variable in self.group.trained]
+            num_under_way = len(schedule.under_way(int(self.group.step)))
+            self._outer.note_assigned(np.flatnonzero(are_assigned), num_under_way)
+            self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
 
     def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):

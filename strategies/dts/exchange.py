@@ -19,7 +19,7 @@ from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
-from hop_tf.strategies.dts.windows import Course, Courses, Schedule, merges_gently
+from hop_tf.strategies.dts.windows import Course, Courses, Schedule
 
 # D and p, if an outer optimizer moves what is merged, or nothing may depend on time.
 _FIXED = 4
@@ -61,17 +61,12 @@ class DTSSettings:
             return self.interval
         return max(1, delay) if isinstance(delay, int) else tf.maximum(delay, 1)
 
-    def merges_gently(self, delay: int) -> bool:
-        """True if means are merged gently with a delay of so many steps. A tensor may be given, if D may change."""
-        return self.may_merge_gently and merges_gently(delay, self.interval_of(delay))
-
     @property
     def may_merge_gently(self) -> bool:
         """True if means are merged gently with the longest delay."""
-        longest = self.delays[-1]
         if self.compensation != "gentle" or self.outer_optimizer != "None":  # Its momentum overshoots if weights lag.
             return False
-        return merges_gently(longest, self.interval_of(longest))
+        return self.schedule_of(self.delays[-1] + 1).merges_gently
 
     def schedule_of(self, width: int, first_step: int = 0, first_window: int = 0) -> Schedule:
         """The schedule of D = width - 1 that begins with a step, and a window."""

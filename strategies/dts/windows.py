@@ -22,11 +22,6 @@ _SAMPLE_SIZE = 1 << 17
 _LEAST_GENTLE_DELAY = 3
 
 
-def merges_gently(delay: int, interval: int) -> bool:
-    """True if means are merged gently. If windows are longer than the delay, they are not. Tensors may be given."""
-    return (delay >= _LEAST_GENTLE_DELAY) & (interval <= delay)
-
-
 def num_windows(delay: int, interval: int) -> int:
     """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
     return -(-delay // interval) + 1
@@ -86,6 +81,11 @@ class Schedule:
     def num_newer(self) -> int:
         """The number of windows that have ended after the window that is due."""
         return self.delay // self.interval
+
+    @property
+    def merges_gently(self) -> bool:
+        """True if means may be merged gently. If windows are longer than the delay, they may not."""
+        return (self.delay >= _LEAST_GENTLE_DELAY) & (self.interval <= self.delay)
 
     @property
     def meeting_distance(self) -> int:

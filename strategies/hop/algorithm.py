@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
+from hop_tf.runtime.averaging import read_all
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP
@@ -36,7 +37,7 @@ class HopAlgorithm(Algorithm):
         if self._settings.update_order == "parallel":
             moves, self._num_skipped = self._average(values, gradients)
             self._moves = moves if self._settings.skewed_shards else []
-        self._before = [] if self._shares is None else _read(self.group.trained)
+        self._before = [] if self._shares is None else read_all(self.group.trained)
         return gradients
 
     def after_update(self) -> tf.Tensor:
@@ -47,7 +48,7 @@ class HopAlgorithm(Algorithm):
         if self._settings.skewed_shards:
             add_to_velocities(self.group, moves, lambda momentum: momentum)  # As if made in the step before.
         if self._settings.update_order == "serial":
-            values = _read(self.group.variables)
+            values = read_all(self.group.variables)
             _, num_skipped = self._average(values, values)
         if self._settings.skip is not None:
             tf.cond(num_skipped > 0, self._renew, lambda: num_skipped)
@@ -71,12 +72,8 @@ class HopAlgorithm(Algorithm):
 
     def _renew(self) -> tf.Tensor:
         """Before a jump: averages the parameters with newer ones (section 5)."""
-        values = _read(self.group.variables)
+        values = read_all(self.group.variables)
         self.group.submit(values, RENEWAL)
         changes, num_skipped = self.group.collect(values, RENEWAL)
         self.group.add(changes)
         return num_skipped
-
-
-def _read(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    return [variable.read_value() for variable in variables]

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 import hop_tf
-from hop_tf.errors import HopError
+from hop_tf.errors import HopError, PeerLostError
 from hop_tf.runtime import choices
 from hop_tf.runtime.autotuning import Autotuner, Times
 from hop_tf.tools.testing import InProcessCluster
@@ -23,6 +23,8 @@ from hop_tf.tools.testing import InProcessCluster
 # True in `make stress`, which tries many events. `make test` tries some.
 IS_STRESS = "HOP_TF_SCHEDULE_SEED" in os.environ
 NUM_RANKS = 2  # Of `Member.run`, and of `in_process` by default.
+# The error of a rank that refuses, or the error of the other rank if it has heard of the first one's.
+REFUSALS = (ValueError, PeerLostError)
 _EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 _WAIT_SECONDS = 60.0
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)

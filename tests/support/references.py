@@ -169,7 +169,7 @@ def gentle_windows(
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
     """Trains ranks that are given what has arrived bit by bit, and whose own changes under way count kappa.
 
-    What a rank lacks is kept, in two parts: `apart`, which differs by rank, and `behind`, which all lack alike.
+    Ranks lack two parts of what has arrived: `apart` differs by rank, and `behind` is the same for all.
     Arguments and results are those of `late_windows`, without an outer optimizer. With a `momentum`, velocities take
     part in what a mean changes.
     """

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hop_tf import codecs
-from hop_tf.strategies.dts.windows import merges_gently
+from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tools.simulate.rank_loops import OwnSeconds
 from hop_tf.tools.simulate.training import Links, simulate_training
 from hop_tf.tools.timing import Measurement, free_running_seconds, server_seconds
@@ -90,7 +90,7 @@ def _dts(settings: Mapping, measurement: Measurement, durations: np.ndarray | No
     plan = measurement.predict_dts(**settings, durations=durations)
     # Merged weights, weights at the last window's end, and those that follow what is merged. For each window in flight
     # its change and its message.
-    num_kept = 2 + merges_gently(plan.delay, plan.interval)
+    num_kept = 2 + Schedule(plan.delay, plan.interval).merges_gently
     return Outcome(plan.step_seconds, plan.bytes_per_step, num_kept + 2 * math.ceil(plan.delay / plan.interval))
 
 

@@ -10,8 +10,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.arguments import identity_of
-from hop_tf.errors import PeerLostError
-from support import fewer_steps, in_process
+from support import REFUSALS, fewer_steps, in_process
 from support.references import State, adam, late_windows, sgd
 
 _BATCH_SIZE = 60
@@ -19,8 +18,6 @@ _NUM_ROWS = 600
 _NUM_STEPS = _NUM_ROWS // _BATCH_SIZE
 _RATE = 0.05
 _OUTER = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
-# The error of a rank that refuses, or the error of the other rank if it has heard of the first one's.
-_REFUSALS = (ValueError, PeerLostError)
 
 
 def _cluster(world_size, make_outer=_OUTER, **settings):
@@ -247,7 +244,7 @@ class RefusedTest(tf.test.TestCase, parameterized.TestCase):
                 model.compile(keras.optimizers.MultiOptimizer(optimizers), "mse")
             _fit(model)
 
-        with self.assertRaisesRegex(_REFUSALS, "`outer_optimizer` must be None where a step trains with several"):
+        with self.assertRaisesRegex(REFUSALS, "`outer_optimizer` must be None where a step trains with several"):
             _cluster(2).run(run)
 
     def test_ranks_compare_it(self):

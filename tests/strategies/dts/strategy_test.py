@@ -12,9 +12,8 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.errors import PeerLostError
 from hop_tf.strategies.dts.exchange import DTSExchange
-from support import OwnOptimizers, Unused, fewer_steps, in_process, linear_loss, two_kernels
+from support import REFUSALS, OwnOptimizers, Unused, fewer_steps, in_process, linear_loss, two_kernels
 from support.references import adam, gentle_windows, int8, late_windows, mesh_mean, sgd, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
@@ -23,8 +22,6 @@ _NUM_ROWS = 480
 _NUM_STEPS = 2 * _NUM_ROWS // _BATCH_SIZE
 _RATE = 0.05
 _EPSILON = 1e-2  # With Adam's default, rounding errors have as much effect as gradients.
-# The error of a rank that refuses, or the error of the other rank if it has heard of the first one's.
-_REFUSALS = (ValueError, PeerLostError)
 
 
 def _cluster(world_size, **settings):
@@ -506,7 +503,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual((first_scale, second_scale), (8.0, 4.0))
 
     def test_refuses_a_selection_of_doubles(self):
-        with self.assertRaisesRegex(_REFUSALS, "must not be float64 with a codec that selects"):
+        with self.assertRaisesRegex(REFUSALS, "must not be float64 with a codec that selects"):
             _cluster(2, codec="top_k").run(lambda s: _fit(_compiled(s, _sgd(), dtype="float64")))
 
 
