@@ -30,6 +30,9 @@ SETTINGS = flags.DEFINE_list(
     "settings", ["4:4", "8:8", "12:8", "20:12"], "D:p of the trainings for accuracy, and of `latencies`."
 )
 _CODECS = flags.DEFINE_multi_enum("codecs", ["identity"], ["identity", "top_k"], "Codecs of these trainings.")
+_COMPENSATIONS = flags.DEFINE_multi_enum(
+    "compensations", ["gentle"], ["gentle", "eager", "momentum"], "Rules of these trainings; momentum without top_k."
+)
 _EPOCHS = flags.DEFINE_integer("epochs", 30, "Epochs of a training.", lower_bound=2)
 _AUGMENT = flags.DEFINE_bool("augment", False, "Whether images are mirrored and moved at random, as in the paper.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each is a training of each kind.")
@@ -80,11 +83,12 @@ def run(world_size: int, folder: str | None) -> None:
 def _kinds() -> Mapping[str, Mapping]:
     """Returns the settings of each kind of training, by label."""
     kinds = {_SYNCHRONOUS: {"delay": 0, "interval": 1}}
-    for settings, codec in itertools.product(SETTINGS.value, _CODECS.value):
+    for settings, codec, rule in itertools.product(SETTINGS.value, _CODECS.value, _COMPENSATIONS.value):
         delay, interval = map(int, settings.split(":"))
-        label = f"D={delay} p={interval} {codec}".removesuffix(" identity")
         selection = codecs.get(codec) if codec == codecs.TopK.name else None
-        kinds[label] = {"delay": delay, "interval": interval, "selection": selection}
+        if selection is None or rule != "momentum":
+            label = f"D={delay} p={interval} {codec} {rule}".replace(" identity", "").removesuffix(" gentle")
+            kinds[label] = {"delay": delay, "interval": interval, "selection": selection, "compensation": rule}
     return kinds
 
 

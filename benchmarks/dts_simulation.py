@@ -1,7 +1,7 @@
 """DTS with all ranks in one process and one thread, without time.
 
-A rank's steps use the real code: Keras's optimizer and `OuterSteps`. Only the mean over ranks is in NumPy instead.
-D = 0, p = 1 is synchronous training, with SGD of any kind.
+A rank's steps use the real code: Keras's optimizer, `OuterSteps` and `MomentumSteps`. Only the mean over ranks is in
+NumPy instead. D = 0, p = 1 is synchronous training, with SGD of any kind.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import TopK
+from hop_tf.keras_hook.optimizers import descent_of
 from hop_tf.runtime.outer import OuterSteps
 from hop_tf.strategies.dts.exchange import DTSSettings
+from hop_tf.strategies.dts.momentum import MomentumSteps
 from hop_tf.strategies.dts.windows import Schedule, largest
 
 
@@ -26,10 +28,8 @@ class Rank:
       model: The model, built.
       optimizer: The optimizer of the model.
       loss: `loss(y, y_pred)` of each row.
-      schedule: The schedule of windows.
-      selection: Selects the changes of a window that are sent. None: all.
+      settings: Those of the strategy.
       outer_optimizer: The outer optimizer, not built, or None.
-      gently: True if means are merged gently.
 
     Attributes:
       model: The model.
@@ -37,8 +37,8 @@ class Rank:
       outer: The merged weights.
       step: `step(x, y)` trains with this rank's rows, and returns the loss.
       hand_out: `hand_out(window, everything)` ends a window, and returns the changes to be averaged.
-      merge: `merge(means, num_newer, share)` merges a window.
-      approach: `approach(num_under_way)`: as of `OuterSteps`; called at the end of a window if merging is gentle.
+      merge: `merge(means, num_newer, share, num_steps)` merges a window of so many steps.
+      approach: `approach(num_under_way)`: as of `OuterSteps`; called at the end of a window.
       settle: As of `OuterSteps`.
     """
 
@@ -47,30 +47,30 @@ class Rank:
         model: keras.Model,
         optimizer: keras.optimizers.Optimizer,
         loss: Callable,
-        schedule: Schedule,
-        selection: TopK | None,
+        settings: DTSSettings,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
-        gently: bool = False,
     ):
         self.model = model
         self.optimizer = optimizer
         self._loss = loss
-        self._selection, self._gently = selection, gently
+        self._settings = settings
         optimizer.build(model.trainable_variables)
         self._trained = [variable.value for variable in model.trainable_variables]
         carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
         variables = [*self._trained, *carried]
-        self.outer = OuterSteps(
-            variables,
-            [variable.read_value() for variable in variables],
-            num_trained=len(self._trained),
-            max_newer=schedule.num_slots - 1,
-            optimizer=outer_optimizer,
-            gently=gently,
-        )
-        approach = functools.partial(self.outer.approach, interval=schedule.interval)
-        methods = self._step, self._hand_out, self._merge, approach, self.outer.settle
+        self.outer = self._make_outer(variables, [variable.read_value() for variable in variables], outer_optimizer)
+        methods = self._step, self._hand_out, self._merge, self._approach, self.outer.settle
         self.step, self.hand_out, self.merge, self.approach, self.settle = map(tf.function, methods)
+
+    def _make_outer(self, variables, values, outer_optimizer) -> OuterSteps:
+        return OuterSteps(
+            variables,
+            values,
+            num_trained=len(self._trained),
+            max_newer=self._settings.num_slots - 1,
+            optimizer=outer_optimizer,
+            gently=self._settings.may_merge_gently,
+        )
 
     def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -79,15 +79,42 @@ class Rank:
         return loss
 
     def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
-        choose = functools.partial(largest, self._selection, window) if self._selection and not everything else None
-        return self.outer.take(choose)
+        selection = None if everything else self._settings.selection
+        return self.outer.take(functools.partial(largest, selection, window) if selection else None)
 
-    def _merge(self, means: list[tf.Tensor], num_newer: int, share: tf.Tensor) -> None:
+    def _merge(self, means: list[tf.Tensor], num_newer: int, share: tf.Tensor, num_steps: int) -> None:
+        del num_steps
         means = self.outer.merge(means, share)
-        if self._gently:
+        if self._settings.may_merge_gently:
             self.outer.follow(means, num_newer)
         else:
             self.outer.give(num_newer)
+
+    def _approach(self, num_under_way: int) -> None:
+        if self._settings.may_merge_gently:
+            self.outer.approach(num_under_way, interval=self._settings.interval)
+
+
+class MomentumRank(Rank):
+    """A rank with `compensation="momentum"`."""
+
+    def _make_outer(self, variables, values, outer_optimizer) -> MomentumSteps:
+        del outer_optimizer
+        descent = descent_of(self.optimizer, self._trained)
+        max_newer = self._settings.num_slots - 1
+        return MomentumSteps(descent, variables, values, num_trained=len(self._trained), max_newer=max_newer)
+
+    def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        loss = super()._step(x, y)
+        self.outer.count_step()
+        return loss
+
+    def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
+        return self.outer.take_all()
+
+    def _merge(self, means: list[tf.Tensor], num_newer: int, share: tf.Tensor, num_steps: int) -> None:
+        self.outer.let_merged_coast(num_steps)
+        self.outer.correct(self.outer.merge(means, share), num_newer, self._settings.delay)
 
 
 class Job:
@@ -96,15 +123,14 @@ class Job:
     Args:
       ranks: The ranks, with equal weights.
       schedule: The schedule of windows.
-      gently: True if means are merged gently.
 
     Attributes:
       ranks: The ranks.
     """
 
-    def __init__(self, ranks: Sequence[Rank], schedule: Schedule, gently: bool = False):
+    def __init__(self, ranks: Sequence[Rank], schedule: Schedule):
         self.ranks = ranks
-        self._schedule, self._gently = schedule, gently
+        self._schedule = schedule
         self._num_steps = 0
         self._means: dict[int, list] = {}
 
@@ -118,8 +144,8 @@ class Job:
             self._average(ended)
         is_due, due = self._schedule.due(self._num_steps)
         if is_due:
-            self._merge(due)
-        if has_ended and self._gently:
+            self._merge(due, self._schedule.interval)
+        if has_ended:
             for rank in self.ranks:
                 rank.approach(len(self._means))
         return float(np.mean(losses))
@@ -129,8 +155,8 @@ class Job:
         under_way = self._schedule.under_way(self._num_steps)
         self._average(under_way.stop, everything=True)
         for window in under_way:
-            self._merge(window)
-        self._merge(under_way.stop, has_steps=self._num_steps % self._schedule.interval > 0)
+            self._merge(window, self._schedule.interval)
+        self._merge(under_way.stop, self._num_steps % self._schedule.interval)
         for rank in self.ranks:
             rank.settle()
         self._num_steps = 0
@@ -140,10 +166,10 @@ class Job:
         given = [[each.numpy() for each in rank.hand_out(number, everything)] for rank in self.ranks]
         self._means[window] = [np.mean(parts, axis=0) for parts in zip(*given, strict=True)]
 
-    def _merge(self, window: int, *, has_steps: bool = True) -> None:
+    def _merge(self, window: int, num_steps: int) -> None:
         means = [tf.constant(mean) for mean in self._means.pop(window)]
         for rank in self.ranks:
-            rank.merge(means, len(self._means), tf.constant(float(has_steps)))
+            rank.merge(means, len(self._means), tf.constant(float(num_steps > 0)), num_steps)
 
 
 def make_job(
@@ -155,6 +181,7 @@ def make_job(
     delay: int,
     interval: int,
     selection: TopK | None = None,
+    compensation: str = "gentle",
     make_outer_optimizer: Callable[[], keras.optimizers.Optimizer | None] = lambda: None,
 ) -> Job:
     """Makes a job.
@@ -167,20 +194,23 @@ def make_job(
       delay: D.
       interval: p.
       selection: Selects the changes of a window that are sent. None: all.
+      compensation: As of `DTSStrategy`.
       make_outer_optimizer: Makes a rank's outer optimizer. Default: none.
 
     Returns:
       The job. All ranks have the first one's weights.
     """
-    schedule = Schedule(delay, interval)
-    outer = make_outer_optimizer()
-    settings = DTSSettings(delay=delay, interval=interval, codec=None, algorithm="mesh", outer_optimizer=str(outer))
-    gently = settings.may_merge_gently
-    ranks = [
-        Rank(make_model(), make_optimizer(), loss, schedule, selection, make_outer_optimizer(), gently)
-        for _ in range(world_size)
-    ]
-    for rank in ranks:
-        rank.model.set_weights(ranks[0].model.get_weights())
-        rank.outer.begin()
-    return Job(ranks, schedule, gently)
+    settings = DTSSettings(
+        delay=delay,
+        interval=interval,
+        codec=selection,
+        algorithm="mesh",
+        outer_optimizer=str(make_outer_optimizer()),
+        compensation=compensation,
+    )
+    rank = MomentumRank if settings.corrects_momentum else Rank
+    ranks = [rank(make_model(), make_optimizer(), loss, settings, make_outer_optimizer()) for _ in range(world_size)]
+    for each in ranks:
+        each.model.set_weights(ranks[0].model.get_weights())
+        each.outer.begin()
+    return Job(ranks, Schedule(delay, interval))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+import tensorflow as tf
+
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.exchange import Exchange
 from hop_tf.runtime.group import ExchangeContext, Group
@@ -48,8 +50,13 @@ class Scheme(abc.ABC):
     def make_algorithm(self, group: Group) -> Algorithm:
         """Makes the `Algorithm` of a new group, whose exchange is made."""
 
-    def specs_beside(self) -> Sequence[TensorSpec]:
-        """The tensors that travel with a group's variables."""
+    def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
+        """The tensors that travel with a group's variables.
+
+        Args:
+          trained: Those that the optimizer updates.
+        """
+        del trained
         return ()
 
     def check_new_group(self) -> None:

@@ -661,7 +661,7 @@ class TrainingRun(TrainingHooks):
                     carried=carried,
                     carried_values=values,
                     statistics=self.statistics,
-                    beside=self._scheme.specs_beside(),
+                    beside=self._scheme.specs_beside(variables),
                     num_batches=self.data.num_batches,
                 )
                 self.states.begin(trace.states_of_model, trained=variables, joins=self.worker.joining)

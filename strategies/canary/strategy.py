@@ -238,7 +238,8 @@ class CanaryStrategy(ExchangeStrategy):
         """True if ranks choose how they average."""
         return self._settings.chooses(self.world_size, self._num_interfaces)
 
-    def specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
+        del trained
         if not self._settings.is_synchronous:
             return []
         admits, weighs_rows = self._settings.on_peer_loss == "continue", self.training.shares is not None
@@ -246,7 +247,7 @@ class CanaryStrategy(ExchangeStrategy):
 
     def make_exchange(self, context: ExchangeContext) -> Exchange:
         settings = self._settings
-        num_beside = len(self.specs_beside())
+        num_beside = len(self.specs_beside(context.trained))
         specs = context.packing.specs[: len(context.packing.specs) - num_beside]
         members = colayers.bundle(specs, settings.num_colayers)
         if settings.is_synchronous:

@@ -65,15 +65,7 @@ class DTSAlgorithm(Algorithm):
         self._first_iteration = 0  # The training steps that the optimizer had seen when the running `fit` began.
         # In variables of 16 bits, weights would be rounded wherever they approach: they stay apart.
         self._may_merge_gently = self._settings.may_merge_gently and all(v.dtype.size >= 4 for v in group.trained)
-        self._outer = OuterSteps(
-            group.variables,
-            group.context.values(),
-            num_trained=group.num_trained,
-            max_newer=self._settings.num_slots - 1,
-            optimizer=outer_optimizer(),
-            gently=self._may_merge_gently,
-            skewed_shards=self._settings.skewed_shards,
-        )
+        self._outer = self._make_outer()
         self._meeting = Meeting(group)
         with tf.init_scope(), tf.device("/cpu:0"):
             self._delay, self._first_step, self._first_window = (
@@ -83,6 +75,17 @@ class DTSAlgorithm(Algorithm):
             self._rows = WindowRows()
             assigned = tf.fill([group.num_trained], False)
             self._assigned = tf.Variable(assigned, trainable=False, name="hop_tf_assigned")
+
+    def _make_outer(self) -> OuterSteps:
+        return OuterSteps(
+            self.group.variables,
+            self.group.context.values(),
+            num_trained=self.group.num_trained,
+            max_newer=self._settings.num_slots - 1,
+            optimizer=self._outer_optimizer(),
+            gently=self._may_merge_gently,
+            **({"compares": True, "t_1": 1} if self._settings.skewed_shards else {}),
+        )
 
     @property
     def exchange(self) -> DTSExchange:
@@ -111,6 +114,16 @@ class DTSAlgorithm(Algorithm):
         self._meeting.meet_if_due(self._settle)
 
     def _hand_out(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
+        changes, weight = self._take(window, everything), tf.constant([float(counts)])
+        if self._shares is not None and counts:
+            rows = self._rows.take()
+            changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
+        beside = self.group.packing.specs[len(changes) : -1]
+        changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
+        self.group.submit([*changes, weight], step=window)
+
+    def _take(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
+        """Emits the operations that end a window. Returns its changes, with a selection only the largest."""
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
         assigned = None
@@ -118,34 +131,20 @@ class DTSAlgorithm(Algorithm):
             with tf.device("/cpu:0"):
                 assigned = self._assigned.read_value()
                 self._assigned.assign(tf.zeros_like(assigned))
-        changes, weight = self._outer.take(choose, assigned), tf.constant([float(counts)])
-        if self._shares is not None and counts:
-            rows = self._rows.take()
-            changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
-        beside = self.group.packing.specs[len(self.group.variables) : -1]
-        changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
-        self.group.submit([*changes, weight], step=window)
+        return self._outer.take(choose, assigned)
 
     def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
         """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.
 
         Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
         """
-        with tf.device("/cpu:0"):
-            num_newer, gently = schedule.num_newer, self._merges_gently(schedule)
         means, width = self._merge(due)
-        if self._settings.skewed_shards:
-            self._correct_velocities(schedule, means)
-        _when(
-            gently,
-            lambda: self._outer.follow(means, self._num_gently(num_newer)),
-            lambda: self._outer.give(num_newer, self._settings.merges_at_ends),
-        )
+        self._give(schedule, means)
         if not self._changes_schedule:
             return
         with tf.device("/cpu:0"):
             changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
-            num_ended, has_newer = schedule.num_ended(num_steps), num_newer > 0
+            num_ended, has_newer = schedule.num_ended(num_steps), schedule.num_newer > 0
 
         def merge_newer() -> tf.Tensor:
             with tf.device("/cpu:0"):
@@ -160,8 +159,24 @@ class DTSAlgorithm(Algorithm):
 
         _when(changes, begin)
 
-    def _merge(self, window: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _give(self, schedule: Schedule, means: Sequence[tf.Tensor]) -> None:
+        """Emits the operations that give variables their part of a mean that was merged."""
+        with tf.device("/cpu:0"):
+            num_newer, gently = schedule.num_newer, self._merges_gently(schedule)
+        if self._settings.skewed_shards:
+            self._correct_velocities(schedule, means)
+        _when(
+            gently,
+            lambda: self._outer.follow(means, self._num_gently(num_newer)),
+            lambda: self._outer.give(num_newer, self._settings.merges_at_ends),
+        )
+
+    def _merge(self, window: tf.Tensor, num_steps: int | None = None) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the operations that merge a window. Weights stay as they are.
+
+        Args:
+          window: The window.
+          num_steps: The number of its steps. Default: as the schedule says.
 
         Returns:
           The mean changes, and the width that ranks have chosen, or 0.
@@ -177,7 +192,11 @@ class DTSAlgorithm(Algorithm):
             with tf.device("/cpu:0"):
                 self._meeting.note(decided[0], self.schedule.begin_of(window))
                 self.group.context.roster.follow(decided[1] > 0)
+        self._pass_window(self.schedule.interval if num_steps is None else num_steps)
         return self._outer.merge(means, share[0]), width
+
+    def _pass_window(self, num_steps: int | tf.Tensor) -> None:
+        """Emits the operations that move on what is merged, apart from changes in the window that follows."""
 
     def _correct_velocities(self, schedule: Schedule, means: Sequence[tf.Tensor]) -> None:
         """Emits the operations that add to velocities what a mean changes in the steps of a window, D steps later."""
@@ -300,8 +319,9 @@ class DTSAlgorithm(Algorithm):
         self.exchange.end_windows()
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
         self._hand_out(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
-        for window in [*under_way, under_way.stop]:
+        for window in under_way:
             self._merge(tf.constant(window, tf.int64))
+        self._merge(tf.constant(under_way.stop, tf.int64), num_steps - schedule.begin_of(under_way.stop))
         self._outer.settle()
         group.constrain()
 

@@ -62,6 +62,11 @@ class DTSSettings:
         return max(1, delay) if isinstance(delay, int) else tf.maximum(delay, 1)
 
     @property
+    def corrects_momentum(self) -> bool:
+        """True if velocities are averaged, too."""
+        return self.compensation == "momentum"
+
+    @property
     def may_merge_gently(self) -> bool:
         """True if means are merged gently with the longest delay."""
         if self.compensation != "gentle" or self.outer_optimizer != "None":  # Its momentum overshoots if weights lag.

@@ -10,9 +10,9 @@ worker
 So a window's messages have the time of D steps, and one synchronization serves p steps. The paper sends sums of
 gradients, and corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the
 gradients that it changes. It costs accuracy at delays that are harmless without it. It takes twice the bytes, and is
-defined for SGD only. We average changes of weights. With D of 3 steps or more, means are merged gently, as
-`hop_tf.runtime.outer` describes: a mean that replaces a rank's own change at once takes back what later gradients have
-already taken back.
+defined for SGD only. So it is an option (`hop_tf.strategies.dts.momentum`). By default we average changes of weights.
+With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer` describes: a mean that replaces a rank's
+own change at once takes back what later gradients have already taken back.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from hop_tf.runtime.shares import refuse_float16
 from hop_tf.runtime.ways import Way
 from hop_tf.strategies.dts.algorithm import DTSAlgorithm
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
+from hop_tf.strategies.dts.momentum import MomentumAlgorithm, velocity_specs
 from hop_tf.strategies.dts.windows import MAX_WINDOWS
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import TensorSpec
@@ -109,7 +110,10 @@ class DTSStrategy(ExchangeStrategy):
       compensation: The weights that a rank computes with while means are in flight. "gentle": as above. Not used with a
         delay below 3 or an interval above the delay, for variables of 16 bits, and with an `outer_optimizer`. "eager":
         own changes count in full, and a mean replaces them at once. In short trainings with longer delays, that costs
-        more accuracy. Default "gentle".
+        more accuracy. "momentum": the paper's rule, for comparison: the same, and the velocity is averaged, too. If
+        gradients did not depend on weights, that would be synchronous SGD. It takes SGD with momentum and without
+        weight decay, twice the bytes and the memory, and no `skewed_shards`, `outer_optimizer` or `TopK`. When `fit`
+        ends, velocities are equal on all ranks, too. Default "gentle".
       skewed_shards: True: for data of which each rank has a different kind, such as other classes. When a mean is
         merged, D steps after its window's end, the velocity is corrected, too: by m^D / p times the mean change less
         the rank's own, m being the momentum. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and
@@ -182,16 +186,23 @@ class DTSStrategy(ExchangeStrategy):
         if interval != AUTO:
             check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
         check_choice("algorithm", algorithm, [AUTO, *sorted(ALGORITHMS)])
-        check_choice("compensation", compensation, ("gentle", "eager"))
+        check_choice("compensation", compensation, ("gentle", "eager", "momentum"))
         check_on_peer_loss(on_peer_loss)
         check_boolean("skewed_shards", skewed_shards)
         codec = AUTO if codec == AUTO else codecs.get(codec)
         weighs = batch_shares is not None or outer_optimizer is not None
-        if skewed_shards and (weighs or isinstance(codec, codecs.TopK)):
+        codec_selects = isinstance(codec, codecs.TopK)
+        if skewed_shards and (weighs or codec_selects):
             raise ValueError(
                 "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that selects "
                 "values: velocities are corrected for means of all changes, in which all ranks count alike. Received: "
                 f"skewed_shards=True, {batch_shares=}, {outer_optimizer=}, {codec=}."
+            )
+        if compensation == "momentum" and (skewed_shards or outer_optimizer is not None or codec_selects):
+            raise ValueError(
+                "`compensation` must not be 'momentum' with `skewed_shards`, an `outer_optimizer`, or a codec that "
+                "selects values: velocities are corrected by means of all changes, as they are. Received: "
+                f"compensation='momentum', {skewed_shards=}, {outer_optimizer=}, {codec=}."
             )
         given = DTSSettings(
             delay=delay if delay == AUTO else int(delay),
@@ -247,11 +258,12 @@ class DTSStrategy(ExchangeStrategy):
         """
         return self._outer_optimizer
 
-    def specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
+        velocities = velocity_specs(trained) if self._settings.corrects_momentum else []
         admits, chooses = self._settings.on_peer_loss == "continue", self._settings.chooses(self.world_size)
         newcomers = [Admissions.spec(self.world_size, tf.float32, exact=True)] * admits
         times = [Autotuner.spec(self.world_size, tf.float32, exact=True)] * chooses
-        return [*newcomers, *times, TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)]
+        return [*velocities, *newcomers, *times, TensorSpec("hop_tf_counts", (1,), tf.float32, exact=True)]
 
     def make_exchange(self, context: ExchangeContext) -> DTSExchange:
         for variable in context.trained:
@@ -274,7 +286,8 @@ class DTSStrategy(ExchangeStrategy):
     def make_algorithm(self, group: Group) -> DTSAlgorithm:
         if self._outer_optimizer is not None and self._outer_optimizer.built:
             self._outer_optimizer = self._copy(self._outer_optimizer)
-        return DTSAlgorithm(
+        algorithm = MomentumAlgorithm if self._settings.corrects_momentum else DTSAlgorithm
+        return algorithm(
             group,
             self.training.shares,
             outer_optimizer=lambda: self._outer_optimizer,

@@ -227,7 +227,8 @@ class PipeSGDStrategy(ExchangeStrategy):
         call = write_call("PipeSGDStrategy", codec=way.codec, algorithm=way.algorithm, pipeline_width=width)
         tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief, pipeline_width=width)
 
-    def specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
+        del trained
         return specs_beside(
             self.world_size,
             admits=self._settings.admits,

@@ -254,7 +254,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     def make_algorithm(self, group: Group) -> ShatAlgorithm:
         return ShatAlgorithm(group, self._settings, self.training.worker)
 
-    def specs_beside(self) -> Sequence[TensorSpec]:
+    def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
+        del trained
         size = num_beside(self._num_servers, weighs_rows=self.training.shares is not None)
         return [TensorSpec("hop_tf/beside", (size,), tf.float32, exact=True)]
 

@@ -42,6 +42,7 @@ _MEMBERS = {
         {"pipeline_width": 3, "algorithm": "ring", "codec": "int8", "num_segments": 2},
     ),
     "dts_outer": (_dts_with_outer_momentum, {"delay": 6, "interval": 2, "codec": "top_k"}),
+    "dts_momentum": (hop_tf.DTSStrategy, {"delay": 5, "interval": 3, "compensation": "momentum"}),
     "pipe_sgd_shares": (hop_tf.PipeSGDStrategy, {"batch_shares": [3, 1, 2]}),
     "dts_measured_shares": (hop_tf.DTSStrategy, {"batch_shares": "auto"}),
     "pipe_sgd_on_two_devices": (hop_tf.PipeSGDStrategy, {"devices": TWO_DEVICES}),
@@ -49,6 +50,8 @@ _MEMBERS = {
 }
 # Strategies whose weights follow from plain SGD with the mean gradients at these weights.
 _SYNCHRONOUS = ("canary", "pipe_sgd_sync")
+# Strategies that need SGD with momentum.
+_MOMENTUM = ("dts_momentum",)
 
 
 class _Progress(keras.callbacks.Callback):
@@ -78,13 +81,13 @@ def _data():
     return x, x @ np.arange(4, dtype="float32")[:, None]
 
 
-def _large_model():
+def _large_model(optimizer):
     """Returns a model with all kinds of state for a newcomer: slots, moving statistics, and kernels sent as factors."""
     hidden = keras.layers.Dense(256, activation="relu")
     wide = keras.layers.Dense(256, activation="relu")
     layers = [keras.Input((4,)), wide, hidden, keras.layers.BatchNormalization(), keras.layers.Dense(1)]
     model = keras.Sequential(layers)
-    model.compile(keras.optimizers.Adam(0.001), "mse")
+    model.compile(optimizer, "mse")
     return model
 
 
@@ -102,7 +105,8 @@ def _run(name, mark):
     options = hop_tf.CommunicationOptions(timeout_seconds=20)
     strategy = make(communication_options=options, on_peer_loss="continue", **settings)
     with strategy.scope():
-        model = _small_model() if name in _SYNCHRONOUS else _large_model()
+        optimizer = keras.optimizers.SGD(0.001, 0.9) if name in _MOMENTUM else keras.optimizers.Adam(0.001)
+        model = _small_model() if name in _SYNCHRONOUS else _large_model(optimizer)
     x, y = _data()
     progress = _Progress(strategy, pathlib.Path(mark))
     arguments = {"batch_size": _BATCH_SIZE, "shuffle": False, "verbose": 0}
@@ -116,8 +120,8 @@ def _run(name, mark):
 
 
 def _state(strategy, model):
-    """Returns the variables that are equal on all ranks, to the bit. Under DTS, each rank has slots of its own."""
-    if isinstance(strategy, hop_tf.DTSStrategy):
+    """Returns the variables that are equal on all ranks, to the bit. Under DTS, most ranks have slots of their own."""
+    if isinstance(strategy, hop_tf.DTSStrategy) and not isinstance(model.optimizer, keras.optimizers.SGD):
         outer = strategy.outer_optimizer
         return [weights.numpy() for weights in [*model.weights, *(outer.variables if outer else ())]]
     return [variable.numpy() for variable in [*model.trainable_variables, *model.optimizer.variables]]

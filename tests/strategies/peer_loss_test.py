@@ -30,6 +30,7 @@ _MEMBERS = {
         hop_tf.DTSStrategy,
         {"delay": 6, "interval": 2, "codec": "top_k", "outer_optimizer": keras.optimizers.SGD(0.7, momentum=0.9)},
     ),
+    "dts_momentum": (hop_tf.DTSStrategy, {"delay": 4, "interval": 2, "compensation": "momentum"}),
     "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
 }
 _LETS_NOBODY_JOIN = ("pipe_sgd_as_printed",)

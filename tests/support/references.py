@@ -152,6 +152,73 @@ def late_windows(
     return history, merged.w
 
 
+def momentum_windows(
+    w: np.ndarray,
+    rate: Callable[[int], float],
+    gradient: Callable[[int, int, np.ndarray], np.ndarray],
+    *,
+    momentum: float,
+    nesterov: bool = False,
+    world_size: int,
+    delay: int,
+    interval: int,
+    num_steps: int,
+    mean: Callable[[Sequence[np.ndarray]], np.ndarray] = plain_mean,
+) -> tuple[list[list[np.ndarray]], np.ndarray]:
+    """Trains ranks by SGD with momentum, in which late means take the place of what a rank's own gradients have moved.
+
+    In the last of n steps, the gradient of step i counts m^(n-i) in the velocity, and the sum of m^0 to m^(n-i) in the
+    weights (Equation 6). With Nesterov's momentum that is the sum of m^0 to m^(n-i+1). What a window has moved is the
+    sum over its gradients, in its last step. A difference of the velocity there counts in weights ever after, too.
+
+    Args:
+      w: The initial weights.
+      rate: The learning rate of a step.
+      gradient: `gradient(rank, step, w)`.
+      momentum: m.
+      nesterov: True for Nesterov's momentum.
+      world_size: Number of ranks.
+      delay: D.
+      interval: p.
+      num_steps: Steps of each rank.
+      mean: The mean of all ranks' moves, of shape [2, ...]: of weights and of the velocity.
+
+    Returns:
+      See `late_windows`.
+    """
+    own, differences, history = [[] for _ in range(world_size)], [[] for _ in range(world_size)], []
+
+    def powers(number: int) -> float:
+        return sum(momentum**k for k in range(number))
+
+    def moved(rank: int, steps: range) -> np.ndarray:
+        moves = [(steps[-1] - step, -rate(step) * own[rank][step]) for step in steps]
+        return np.sum([[powers(age + 1 + nesterov) * move, momentum**age * move] for age, move in moves], axis=0)
+
+    def weights_of(rank: int, num_done: int) -> np.ndarray:
+        total = w + moved(rank, range(num_done))[0] if num_done else w.astype(np.float64)
+        for end, (of_weights, of_velocity) in differences[rank]:
+            total = total + of_weights + (powers(num_done - end + 1 + nesterov) - powers(1 + nesterov)) * of_velocity
+        return total
+
+    def merge(steps: range) -> None:
+        moves = [moved(rank, steps) for rank in range(world_size)]
+        common = mean(moves)
+        for rank, move in enumerate(moves):
+            differences[rank].append((steps.stop, common - move))
+
+    for step in range(num_steps):
+        for rank in range(world_size):
+            own[rank].append(gradient(rank, step, weights_of(rank, step)))
+        due = step + 1 - delay
+        if due > 0 and due % interval == 0:
+            merge(range(due - interval, due))
+        history.append([weights_of(rank, step + 1) for rank in range(world_size)])
+    while (begin := interval * len(differences[0])) < num_steps:
+        merge(range(begin, min(begin + interval, num_steps)))
+    return history, weights_of(0, num_steps)
+
+
 def gentle_windows(
     w: np.ndarray,
     update: Update,

@@ -38,7 +38,7 @@ def _count(strategy):
 
     with strategy.scope():
         model = Counter()
-        model.compile(keras.optimizers.SGD(0.0), "mse")
+        model.compile(keras.optimizers.SGD(0.0, momentum=0.9), "mse")
     x = np.ones((4 * _NUM_STEPS, 1), np.float32)
     meet = keras.callbacks.LambdaCallback(on_train_batch_begin=agree_to_meet)
     model.fit(x, x, batch_size=4, verbose=0, callbacks=[meet])
@@ -46,12 +46,13 @@ def _count(strategy):
 
 
 class MeetingTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((2, 2), (3, 2), (0, 1))
-    def test_assignments_before_a_meeting_stay(self, delay, interval):
+    @parameterized.parameters((2, 2), (3, 2), (0, 1), (3, 2, "momentum"))
+    def test_assignments_before_a_meeting_stay(self, delay, interval, compensation="gentle"):
         def make(cluster_resolver):
             return hop_tf.DTSStrategy(
                 delay=delay,
                 interval=interval,
+                compensation=compensation,
                 codec=None,
                 algorithm="mesh",
                 on_peer_loss="continue",

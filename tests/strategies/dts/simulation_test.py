@@ -37,9 +37,11 @@ def _optimizer():
 
 
 class SimulationTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((2, 1, codecs.TopK(ratio=0.2)), (5, 3, None), (4, 4, None), (1, 1, None))
+    @parameterized.parameters(
+        (2, 1, codecs.TopK(ratio=0.2)), (5, 3, None), (4, 4, None), (1, 1, None), (5, 3, None, "momentum")
+    )
     @pytest.mark.stress
-    def test_equals_fit(self, delay, interval, codec):
+    def test_equals_fit(self, delay, interval, codec, compensation="gentle"):
         x, y = _data()
 
         def run(strategy):
@@ -50,7 +52,8 @@ class SimulationTest(tf.test.TestCase, parameterized.TestCase):
             return model.get_weights()
 
         def make_strategy(resolver):
-            return hop_tf.DTSStrategy(delay=delay, interval=interval, codec=codec, cluster_resolver=resolver)
+            settings = {"delay": delay, "interval": interval, "codec": codec, "compensation": compensation}
+            return hop_tf.DTSStrategy(**settings, cluster_resolver=resolver)
 
         job = dts_simulation.make_job(
             _WORLD_SIZE,
@@ -60,6 +63,7 @@ class SimulationTest(tf.test.TestCase, parameterized.TestCase):
             delay=delay,
             interval=interval,
             selection=codec,
+            compensation=compensation,
         )
         for start in range(0, len(x), _BATCH_SIZE):
             job.step(x[start : start + _BATCH_SIZE], y[start : start + _BATCH_SIZE])

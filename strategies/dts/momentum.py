@@ -1,0 +1,175 @@
+"""DTS as its paper has it: means correct the velocity of SGD, too.
+
+Distributed Training across the World. 2019. Equations 7 to 13. Weights w and velocity v of SGD with momentum m coast:
+in k steps without gradients
+
+    w  <-  w + f(k) v        f(k) = m + m^2 + ... + m^k, with Nesterov's momentum m f(k)
+    v  <-  m^k v
+
+Gradients come on top of that, and both depend on them linearly. So it can be replaced later what the gradients of a
+window have changed: the correction coasts for the D steps by which it is late.
+
+    window ends:     own change of (w, v)  =  (w, v)  -  (w, v) of the window's begin, which have coasted since
+    D steps later:   (w, v)  <-  (w, v)  +  (mean change - own change), which has coasted for D steps
+
+Where gradients do not depend on weights, that gives the weights and the velocity of synchronous training, for any D, p,
+and learning rates. The paper's formulas slip here: Equations 7 and 10 let gradients coast one step too far in the
+velocity, and Equation 13 has m^D in the weights, where Equation 8 has a sum of powers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hop_tf.keras_hook.optimizers import Descent, descent_of, innermost, weight_decays
+from hop_tf.runtime.outer import OuterSteps
+from hop_tf.strategies.dts.algorithm import DTSAlgorithm
+from hop_tf.strategies.dts.windows import Schedule
+from hop_tf.tensors.packing import TensorSpec
+
+
+def velocity_specs(trained: Sequence[tf.Variable]) -> list[TensorSpec]:
+    """The tensors in which changes of velocities are sent."""
+    return [TensorSpec(f"hop_tf/velocity_{i}", tuple(v.shape), v.dtype) for i, v in enumerate(trained)]
+
+
+class MomentumSteps(OuterSteps):
+    """`OuterSteps` of weights and their velocities. What is merged, and what changes are counted from, coasts.
+
+    Args:
+      descent: The rule by which the optimizer updates weights, with momentum.
+      variables: See `OuterSteps`; without the velocities, which follow them in changes and means.
+      values: See `OuterSteps`.
+      num_trained: See `OuterSteps`.
+      max_newer: See `OuterSteps`.
+    """
+
+    def __init__(
+        self,
+        descent: Descent,
+        variables: Sequence[tf.Variable],
+        values: Sequence[tf.Tensor],
+        *,
+        num_trained: int,
+        max_newer: int,
+    ):
+        with tf.init_scope():
+            velocities = [velocity.read_value() for velocity in descent.velocities]
+            with tf.device("/cpu:0"):
+                self._age = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_age")
+        self._descent = descent
+        super().__init__(
+            [*variables, *descent.velocities],
+            [*values, *velocities],
+            num_trained=num_trained,
+            max_newer=max_newer,
+            compares=True,
+        )
+
+    def begin_with(self, merged: Sequence[np.ndarray]) -> None:
+        super().begin_with(merged)
+        self._age.assign(0)
+
+    def begin(self) -> None:
+        super().begin()
+        self._age.assign(0)
+
+    def count_step(self) -> None:
+        """Emits the op that counts a step of the optimizer."""
+        with tf.device("/cpu:0"):
+            self._age.assign_add(1)
+
+    def take_all(self) -> list[tf.Tensor]:
+        """Emits the ops that end a window; returns the changes of weights and velocities by this rank's gradients."""
+        self._let_known_coast()
+        return self.take()
+
+    def let_merged_coast(self, num_steps: int | tf.Tensor) -> None:
+        """Emits the ops that let coast what is merged, by the steps of a window that is merged next."""
+        for index, value in self._coasted([each.read_value() for each in self._merged], num_steps).items():
+            self._merged[index].assign(value)
+
+    def correct(self, means: Sequence[tf.Tensor], num_newer: int | tf.Tensor, delay: int | tf.Tensor) -> None:
+        """Emits the ops that replace this rank's changes in a window by their mean.
+
+        Args:
+          means: As `merge` has returned them.
+          num_newer: The number of windows that have ended after it.
+          delay: The steps that were made after it.
+        """
+        self._let_known_coast()
+        moves = self.apart(means, num_newer)
+        for index, value in self._coasted(moves, delay).items():
+            moves[index] = value
+        self._changes.add([tf.cast(move, v.dtype) for move, v in zip(moves, self._variables, strict=True)])
+
+    def _let_known_coast(self) -> None:
+        self._changes.count_from(self._coasted(self._changes.known(), self._age.read_value()))
+        with tf.device("/cpu:0"):
+            self._age.assign(0)
+
+    def _coasted(self, values: Sequence[tf.Tensor], num_steps: int | tf.Tensor) -> dict[int, tf.Tensor]:
+        """The weights and velocities among values of all variables after some steps without gradients, by index."""
+        momentum, num_trained = self._descent.momentum, self._num_trained
+        with tf.device("/cpu:0"):
+            kept = tf.constant(momentum) ** tf.cast(num_steps, tf.float32)
+            moved = momentum * (1 - kept) / (1 - momentum) * (momentum if self._descent.nesterov else 1)
+        first = len(values) - num_trained
+        coasted = {}
+        for i, (weight, velocity) in enumerate(zip(values[:num_trained], values[first:], strict=True)):
+            coasted[i] = weight + tf.cast(moved, velocity.dtype) * velocity
+            coasted[first + i] = tf.cast(kept, velocity.dtype) * velocity
+        return coasted
+
+
+class MomentumAlgorithm(DTSAlgorithm):
+    """`DTSAlgorithm` whose windows change weights and velocities."""
+
+    def _make_outer(self) -> MomentumSteps:
+        group = self.group
+        return MomentumSteps(
+            self._descent(),
+            group.variables,
+            group.context.values(),
+            num_trained=group.num_trained,
+            max_newer=self._settings.num_slots - 1,
+        )
+
+    def _descent(self) -> Descent:
+        """The update rule. Raises ValueError if velocities cannot be corrected."""
+        optimizer, trained = self.group.optimizer(), self.group.trained
+        descent = descent_of(optimizer, trained)
+        is_plain = descent is not None and 0 < descent.momentum < 1 and not any(weight_decays(optimizer, trained))
+        dtypes = sorted({variable.dtype.name for variable in trained})
+        if not is_plain or min(variable.dtype.size for variable in trained) < 4:
+            inner = innermost(optimizer)
+            settings = ", ".join(f"{name}={getattr(inner, name, None)!r}" for name in ("momentum", "weight_decay"))
+            raise ValueError(
+                "`compensation` must not be 'momentum' unless the optimizer is keras.optimizers.SGD, with a momentum "
+                "above 0 and below 1 and no weight_decay, and variables have 32 bits at least: it is the rule of that "
+                f"optimizer. Received: {type(inner).__name__}, {settings}, variables of {', '.join(dtypes)}."
+            )
+        return descent
+
+    def after_update(self) -> tf.Tensor:
+        self._outer.count_step()
+        return super().after_update()
+
+    def _take(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
+        return self._outer.take_all()
+
+    def _pass_window(self, num_steps: int | tf.Tensor) -> None:
+        self._outer.let_merged_coast(num_steps)
+
+    def _give(self, schedule: Schedule, means: Sequence[tf.Tensor]) -> None:
+        with tf.device("/cpu:0"):
+            num_newer = schedule.num_newer
+        self._outer.correct(means, num_newer, schedule.delay)
+
+    def common_optimizers(self) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
+        optimizer = self.group.optimizer()
+        return [(optimizer, descent_of(optimizer, self.group.trained).velocities)]
