@@ -31,7 +31,10 @@ SETTINGS = flags.DEFINE_list(
 )
 _CODECS = flags.DEFINE_multi_enum("codecs", ["identity"], ["identity", "top_k"], "Codecs of these trainings.")
 _COMPENSATIONS = flags.DEFINE_multi_enum(
-    "compensations", ["gentle"], ["gentle", "eager", "momentum"], "Rules of these trainings; momentum without top_k."
+    "compensations",
+    ["gentle"],
+    ["gentle", "eager", "momentum"],
+    "Rules of these trainings; momentum takes --weight_decay=0, and no top_k.",
 )
 _EPOCHS = flags.DEFINE_integer("epochs", 30, "Epochs of a training.", lower_bound=2)
 _AUGMENT = flags.DEFINE_bool("augment", False, "Whether images are mirrored and moved at random, as in the paper.")

@@ -14,10 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import TopK
-from hop_tf.keras_hook.optimizers import descent_of
 from hop_tf.runtime.outer import OuterSteps
 from hop_tf.strategies.dts.exchange import DTSSettings
-from hop_tf.strategies.dts.momentum import MomentumSteps
+from hop_tf.strategies.dts.momentum import MomentumSteps, checked_descent
 from hop_tf.strategies.dts.windows import Schedule, largest
 
 
@@ -100,7 +99,7 @@ class MomentumRank(Rank):
 
     def _make_outer(self, variables, values, outer_optimizer) -> MomentumSteps:
         del outer_optimizer
-        descent = descent_of(self.optimizer, self._trained)
+        descent = checked_descent(self.optimizer, self._trained)
         max_newer = self._settings.num_slots - 1
         return MomentumSteps(descent, variables, values, num_trained=len(self._trained), max_newer=max_newer)
 

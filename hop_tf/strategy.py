@@ -224,9 +224,10 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         steps that others have made in the last training. The weights of such a rank do not count: it gets the weights
         of the others, and a warning on rank 0 says so.
 
-        Under strategies whose ranks make the same updates (Pipe-SGD, synchronous Canary), the states of the model's
-        optimizers and their numbers of steps are averaged too. Otherwise the next `fit` would continue differently on a
-        rank that has ended the last `fit` early. Under other strategies, optimizers do not change.
+        Under strategies whose ranks have equal optimizer states after `fit` (Pipe-SGD, synchronous Canary, DTS with
+        `compensation="momentum"`), these states and the optimizers' numbers of steps are averaged, too. Otherwise the
+        next `fit` would continue differently on a rank that has ended the last `fit` early. Under other strategies,
+        optimizers do not change.
 
         Args:
           model: The built model.

@@ -87,7 +87,7 @@ class Algorithm(GraphState, abc.ABC):
         """Raises ValueError if the group cannot be updated in the same step after these others (or itself)."""
 
     def common_optimizers(self) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
-        """Optimizers that update the group equally on all ranks, each with its slots, which `synchronize` averages."""
+        """Optimizers, each with slots that are equal on all ranks after `fit`, and which `synchronize` averages."""
         return ()
 
     def watched(self) -> Sequence[tf.Variable]:

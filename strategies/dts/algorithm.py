@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
@@ -17,7 +18,7 @@ from hop_tf.runtime.meeting import Meeting
 from hop_tf.runtime.outer import OuterSteps
 from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.dts.exchange import DTSExchange
-from hop_tf.strategies.dts.windows import Schedule, largest
+from hop_tf.strategies.dts.windows import WARMUP, Schedule, largest
 
 
 class WindowRows:
@@ -68,9 +69,15 @@ class DTSAlgorithm(Algorithm):
         self._outer = self._make_outer()
         self._meeting = Meeting(group)
         with tf.init_scope(), tf.device("/cpu:0"):
-            self._delay, self._first_step, self._first_window = (
+            early = self._settings.warmup_steps
+            self._delay, self._first_step, self._first_window, self._num_early = (
                 tf.Variable(value, dtype=tf.int64, trainable=False, name=f"hop_tf_{name}")
-                for name, value in (("delay", self._settings.delays[0]), ("first_step", 0), ("first_window", 0))
+                for name, value in (
+                    ("delay", self._settings.delays[0]),
+                    ("first_step", early),
+                    ("first_window", early),
+                    ("num_early", early),  # The steps of a warm-up; 0 when it is over.
+                )
             )
             self._rows = WindowRows()
             assigned = tf.fill([group.num_trained], False)
@@ -99,14 +106,19 @@ class DTSAlgorithm(Algorithm):
 
     def after_update(self) -> tf.Tensor:
         with tf.device("/cpu:0"):
-            schedule, num_steps = self.schedule, self.group.read_step() + 1
+            num_steps = self.group.read_step() + 1
+            schedule = self.schedule_at(num_steps)
             has_ended, ended = schedule.ended(num_steps)
             is_due, due = schedule.due(num_steps)
         if self._shares is not None:
             self._rows.add(self._shares.rows)
 
-        _when(has_ended, lambda: self._hand_out(ended))
-        _when(is_due, lambda: self._merge_due(schedule, num_steps, due))
+        when(has_ended, lambda: self._hand_out(ended))
+        when(is_due, lambda: self._merge_due(schedule, num_steps, due))
+        if self._settings.warmup_steps and self._may_merge_gently:
+            with tf.device("/cpu:0"):
+                warmup_ends = num_steps == self._num_early
+            when(warmup_ends, lambda: self._outer.settle(self._settings.merges_at_ends))
         self._approach(num_steps)
         return super().after_update()
 
@@ -138,18 +150,20 @@ class DTSAlgorithm(Algorithm):
 
         Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
         """
-        means, width = self._merge(due)
-        self._give(schedule, means)
+        with tf.device("/cpu:0"):
+            num_newer = schedule.num_newer
+        means, width = self._merge(due, schedule)
+        self._give(means, schedule, num_newer)
         if not self._changes_schedule:
             return
         with tf.device("/cpu:0"):
             changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
-            num_ended, has_newer = schedule.num_ended(num_steps), schedule.num_newer > 0
+            num_ended, has_newer = schedule.num_ended(num_steps), num_newer > 0
 
         def merge_newer() -> tf.Tensor:
             with tf.device("/cpu:0"):
                 window = due + 1  # If ranks choose, only one has ended since.
-            return self._merge(window)[1]
+            return self._merge(window, schedule)[1]
 
         def begin() -> None:
             chosen = tf.cond(has_newer, merge_newer, lambda: width)
@@ -157,25 +171,34 @@ class DTSAlgorithm(Algorithm):
                 self._begin_windows(num_steps, num_ended, tf.maximum(chosen, 1))
             self._outer.settle(self._settings.merges_at_ends)
 
-        _when(changes, begin)
+        when(changes, begin)
 
-    def _give(self, schedule: Schedule, means: Sequence[tf.Tensor]) -> None:
-        """Emits the operations that give variables their part of a mean that was merged."""
+    def _give(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
+        """Emits the operations that give variables their part of the means of a window that was merged.
+
+        Args:
+          means: As `OuterSteps.merge` has returned them.
+          schedule: The schedule.
+          num_newer: The number of windows that have ended after it.
+        """
         with tf.device("/cpu:0"):
-            num_newer, gently = schedule.num_newer, self._merges_gently(schedule)
+            gently = self._merges_gently(schedule)
         if self._settings.skewed_shards:
-            self._correct_velocities(schedule, means)
-        _when(
+            self._correct_velocities(means, schedule, num_newer)
+        when(
             gently,
             lambda: self._outer.follow(means, self._num_gently(num_newer)),
             lambda: self._outer.give(num_newer, self._settings.merges_at_ends),
         )
 
-    def _merge(self, window: tf.Tensor, num_steps: int | None = None) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def _merge(
+        self, window: tf.Tensor, schedule: Schedule, num_steps: int | None = None
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the operations that merge a window. Weights stay as they are.
 
         Args:
           window: The window.
+          schedule: Its schedule.
           num_steps: The number of its steps. Default: as the schedule says.
 
         Returns:
@@ -190,15 +213,15 @@ class DTSAlgorithm(Algorithm):
         if self.exchange.admissions is not None:
             *means, decided = means
             with tf.device("/cpu:0"):
-                self._meeting.note(decided[0], self.schedule.begin_of(window))
+                self._meeting.note(decided[0], schedule.begin_of(window))
                 self.group.context.roster.follow(decided[1] > 0)
-        self._pass_window(self.schedule.interval if num_steps is None else num_steps)
+        self._pass_window(schedule.interval if num_steps is None else num_steps)
         return self._outer.merge(means, share[0]), width
 
     def _pass_window(self, num_steps: int | tf.Tensor) -> None:
-        """Emits the operations that move on what is merged, apart from changes in the window that follows."""
+        """Emits the operations by which what is merged moves on in a window, before its mean is added."""
 
-    def _correct_velocities(self, schedule: Schedule, means: Sequence[tf.Tensor]) -> None:
+    def _correct_velocities(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
         """Emits the operations that add to velocities what a mean changes in the steps of a window, D steps later."""
 
         def factor_of(momentum: float) -> tf.Tensor:
@@ -206,21 +229,19 @@ class DTSAlgorithm(Algorithm):
                 delay, interval = (tf.cast(each, tf.float32) for each in (schedule.delay, schedule.interval))
                 return momentum**delay / interval
 
-        with tf.device("/cpu:0"):
-            num_newer = schedule.num_newer
         add_to_velocities(self.group, self._outer.apart(means, num_newer), factor_of)
 
     def _approach(self, num_steps: tf.Tensor) -> None:
         """Emits the operations that, at the end of a window, move weights towards what is merged."""
         with tf.device("/cpu:0"):
-            schedule = self.schedule  # It may have begun with this step.
+            schedule = self.schedule_at(num_steps)  # It may have begun with this step.
             gently = self._merges_gently(schedule)
             if gently is False:
                 return
             ends = schedule.ended(num_steps)[0] & (num_steps > schedule.first_step) & gently
             num_under_way = self._num_gently(schedule.num_ended(num_steps) - _num_merged(schedule, num_steps))
         follows_take = self._settings.selection is None
-        _when(ends, lambda: self._outer.approach(num_under_way, schedule.interval, follows_take))
+        when(ends, lambda: self._outer.approach(num_under_way, schedule.interval, follows_take))
 
     def _num_gently(self, number: int | tf.Tensor) -> int | tf.Tensor:
         """A number of windows, at least 1, under gentle merging. If there is at most one, that is 1, and no tensor."""
@@ -232,49 +253,62 @@ class DTSAlgorithm(Algorithm):
     def _settle(self) -> None:
         """Emits the operations that merge all windows in flight, at the end of a window."""
         with tf.device("/cpu:0"):
-            schedule, now = self.schedule, self.group.read_step()
+            now = self.group.read_step()
+            schedule = self.schedule_at(now)
             num_ended, num_merged = schedule.num_ended(now), _num_merged(schedule, now)
         for num_newer in reversed(range(self._settings.num_slots - 1)):
             with tf.device("/cpu:0"):
                 window = num_ended - 1 - num_newer
                 is_in_flight = window >= num_merged
-            _when(is_in_flight, functools.partial(self._merge, window))
+            when(is_in_flight, functools.partial(self._merge, window, schedule))
         self._outer.settle()
         self._begin_windows(now, num_ended)
 
     # Weights that the program assigns between two steps.
 
     def note_assigned(self, variables: Sequence[tf.Variable]) -> None:
-        keys, schedule = set(map(id, variables)), self.known_schedule()
+        keys, num_steps = set(map(id, variables)), int(self.group.step)
+        schedule = self.known_schedule(num_steps + 1)
         if self._merges_gently(schedule):
             are_assigned = [id(variable) in keys for variable in self.group.trained]
-            num_under_way = len(schedule.under_way(int(self.group.step)))
+            num_under_way = len(schedule.under_way(num_steps))
             self._outer.note_assigned(np.flatnonzero(are_assigned), num_under_way)
             self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
 
     def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
-            schedule, now = self.schedule, self.group.read_step()
+            now = self.group.read_step()
+            schedule = self.schedule_at(now + 1)
             num_under_way = schedule.num_ended(now) - _num_merged(schedule, now)
 
         def take() -> None:
             self._outer.note_assigned(range(self.group.num_trained), num_under_way)
             self._assigned.assign(tf.ones_like(self._assigned))
 
-        _when(self._merges_gently(schedule), take)
+        when(self._merges_gently(schedule), take)
         return tf.constant(True)
 
     # The schedule.
 
-    @property
-    def schedule(self) -> Schedule:
-        """The running schedule, of tensors; D and p are numbers if they do not change."""
+    def schedule_at(self, num_steps: tf.Tensor) -> Schedule:
+        """The schedule, of tensors, of the last of `num_steps` steps. D and p are numbers if they do not change."""
         delay = self._delay.value() if self._changes_schedule else self._settings.delays[0]
-        return Schedule(delay, self._settings.interval_of(delay), self._first_step.value(), self._first_window.value())
+        first_step, first_window = self._first_step.value(), self._first_window.value()
+        present = Schedule(delay, self._settings.interval_of(delay), first_step, first_window)
+        return self._or_warmup(present, num_steps) if self._settings.warmup_steps else present
 
-    def known_schedule(self) -> Schedule:
-        """The running schedule, of numbers; outside of the graph."""
-        present = self.schedule
+    def _or_warmup(self, schedule: Schedule, num_steps: tf.Tensor) -> Schedule:
+        is_over = num_steps > self._num_early
+
+        def field(name: str) -> tf.Tensor:
+            later, early = (tf.cast(getattr(each, name), tf.int64) for each in (schedule, WARMUP))
+            return tf.where(is_over, later, early)
+
+        return Schedule(*(field(each.name) for each in dataclasses.fields(Schedule)))
+
+    def known_schedule(self, num_steps: int) -> Schedule:
+        """The same, of numbers; outside of the graph."""
+        present = self.schedule_at(tf.constant(num_steps, tf.int64))
         return Schedule(*map(int, (present.delay, present.interval, present.first_step, present.first_window)))
 
     @property
@@ -286,6 +320,8 @@ class DTSAlgorithm(Algorithm):
         """Emits the operations that begin a schedule with this step, and this window. Default: the least delay."""
         self._first_step.assign(step)
         self._first_window.assign(window)
+        if self._settings.warmup_steps:
+            self._num_early.assign(0)
         if self._changes_schedule:
             self._delay.assign(self._settings.delays[0] if width is None else width - 1)
 
@@ -312,7 +348,7 @@ class DTSAlgorithm(Algorithm):
         num_steps, num_batches = int(group.step), int(iterations_variable(group.optimizer()))
         if not num_steps and num_batches == self._first_iteration:
             return  # The group has not trained. Others may have dropped it.
-        schedule = self.known_schedule()
+        schedule = self.known_schedule(num_steps)
         under_way = schedule.under_way(num_steps)
         # There is a last window even without further steps, because callbacks, and batches without an update, change
         # variables. It does not count then, because ranks that go on may have a whole window.
@@ -320,8 +356,9 @@ class DTSAlgorithm(Algorithm):
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
         self._hand_out(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
         for window in under_way:
-            self._merge(tf.constant(window, tf.int64))
-        self._merge(tf.constant(under_way.stop, tf.int64), num_steps - schedule.begin_of(under_way.stop))
+            self._merge(tf.constant(window, tf.int64), schedule)
+        last = under_way.stop
+        self._merge(tf.constant(last, tf.int64), schedule, num_steps - schedule.begin_of(last))
         self._outer.settle()
         group.constrain()
 
@@ -358,7 +395,7 @@ def _nothing() -> None:
     """Emits nothing."""
 
 
-def _when(condition: bool | tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = _nothing) -> None:
+def when(condition: bool | tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = _nothing) -> None:
     """Emits operations that run if `condition` holds, and others that run if it does not."""
     if isinstance(condition, bool):
         (emit if condition else otherwise)()

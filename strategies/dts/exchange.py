@@ -33,6 +33,7 @@ class DTSSettings:
 
     Attributes:
       interval: With a `delay` and "auto": as many steps as D, at least 1.
+      warmup_steps: The steps that come before: see `WARMUP`.
     """
 
     delay: int | str
@@ -42,6 +43,7 @@ class DTSSettings:
     outer_optimizer: str = "None"
     compensation: str = "gentle"
     skewed_shards: bool = False
+    warmup_steps: int = 0
     on_peer_loss: str = "raise"
 
     def __post_init__(self):
@@ -163,7 +165,7 @@ class DTSExchange(AveragingExchange):
         self._begun_at: dict[int, float] = {}
         self._exchange_seconds: dict[int, float] = {}
         self._is_ending = False
-        self._courses = Courses(settings.schedule_of, Setting(0, widths[0]))
+        self._courses = Courses(settings.schedule_of, Setting(0, widths[0]), settings.warmup_steps)
         place = find_spec(packing.specs)
         admissions = None
         if place is not None:
@@ -285,7 +287,8 @@ class DTSExchange(AveragingExchange):
             return
         self._exchange_seconds[number] = self._clock() - self._begun_at[number]
         bucket, where = self._times_place
-        self.tuner.hear(means[bucket][where])
+        if not self._courses.of(number).is_warmup:  # Its times say nothing of windows that are in flight.
+            self.tuner.hear(means[bucket][where])
         self._courses.choose(number, self.tuner.setting)
         # The graph takes it when this window is merged.
         next_window = number + 1 + self._courses.of(number).schedule.num_newer

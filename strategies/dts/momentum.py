@@ -20,6 +20,7 @@ velocity, and Equation 13 has m^D in the weights, where Equation 8 has a sum of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,7 +28,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import Descent, descent_of, innermost, weight_decays
 from hop_tf.runtime.outer import OuterSteps
-from hop_tf.strategies.dts.algorithm import DTSAlgorithm
+from hop_tf.strategies.dts.algorithm import DTSAlgorithm, when
 from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tensors.packing import TensorSpec
 
@@ -35,6 +36,21 @@ from hop_tf.tensors.packing import TensorSpec
 def velocity_specs(trained: Sequence[tf.Variable]) -> list[TensorSpec]:
     """The tensors in which changes of velocities are sent."""
     return [TensorSpec(f"hop_tf/velocity_{i}", tuple(v.shape), v.dtype) for i, v in enumerate(trained)]
+
+
+def checked_descent(optimizer: Any, trained: Sequence[tf.Variable]) -> Descent:
+    """The rule by which an optimizer updates variables. Raises ValueError if velocities cannot be corrected."""
+    descent = descent_of(optimizer, trained)
+    is_plain = descent is not None and 0 < descent.momentum < 1 and not any(weight_decays(optimizer, trained))
+    if not is_plain or min(variable.dtype.size for variable in trained) < 4:
+        inner, dtypes = innermost(optimizer), sorted({variable.dtype.name for variable in trained})
+        settings = ", ".join(f"{name}={getattr(inner, name, None)!r}" for name in ("momentum", "weight_decay"))
+        raise ValueError(
+            "`compensation` must not be 'momentum' unless the optimizer is keras.optimizers.SGD, with a momentum above "
+            "0 and below 1, and without weight_decay. Variables must have 32 bits at least. Take 'gentle' for others. "
+            f"Received: compensation='momentum', {type(inner).__name__}, {settings}, variables of {', '.join(dtypes)}."
+        )
+    return descent
 
 
 class MomentumSteps(OuterSteps):
@@ -108,7 +124,9 @@ class MomentumSteps(OuterSteps):
         self._changes.add([tf.cast(move, v.dtype) for move, v in zip(moves, self._variables, strict=True)])
 
     def _let_known_coast(self) -> None:
-        self._changes.count_from(self._coasted(self._changes.known(), self._age.read_value()))
+        with tf.device("/cpu:0"):
+            age = self._age.value()  # `read_value` would copy it to a GPU.
+        self._changes.count_from(self._coasted(self._changes.known(), age))
         with tf.device("/cpu:0"):
             self._age.assign(0)
 
@@ -116,7 +134,8 @@ class MomentumSteps(OuterSteps):
         """The weights and velocities among values of all variables after some steps without gradients, by index."""
         momentum, num_trained = self._descent.momentum, self._num_trained
         with tf.device("/cpu:0"):
-            kept = tf.constant(momentum) ** tf.cast(num_steps, tf.float32)
+            is_known = isinstance(num_steps, int)
+            kept = momentum**num_steps if is_known else tf.constant(momentum) ** tf.cast(num_steps, tf.float32)
             moved = momentum * (1 - kept) / (1 - momentum) * (momentum if self._descent.nesterov else 1)
         first = len(values) - num_trained
         coasted = {}
@@ -132,28 +151,12 @@ class MomentumAlgorithm(DTSAlgorithm):
     def _make_outer(self) -> MomentumSteps:
         group = self.group
         return MomentumSteps(
-            self._descent(),
+            checked_descent(group.optimizer(), group.trained),
             group.variables,
             group.context.values(),
             num_trained=group.num_trained,
             max_newer=self._settings.num_slots - 1,
         )
-
-    def _descent(self) -> Descent:
-        """The update rule. Raises ValueError if velocities cannot be corrected."""
-        optimizer, trained = self.group.optimizer(), self.group.trained
-        descent = descent_of(optimizer, trained)
-        is_plain = descent is not None and 0 < descent.momentum < 1 and not any(weight_decays(optimizer, trained))
-        dtypes = sorted({variable.dtype.name for variable in trained})
-        if not is_plain or min(variable.dtype.size for variable in trained) < 4:
-            inner = innermost(optimizer)
-            settings = ", ".join(f"{name}={getattr(inner, name, None)!r}" for name in ("momentum", "weight_decay"))
-            raise ValueError(
-                "`compensation` must not be 'momentum' unless the optimizer is keras.optimizers.SGD, with a momentum "
-                "above 0 and below 1 and no weight_decay, and variables have 32 bits at least: it is the rule of that "
-                f"optimizer. Received: {type(inner).__name__}, {settings}, variables of {', '.join(dtypes)}."
-            )
-        return descent
 
     def after_update(self) -> tf.Tensor:
         self._outer.count_step()
@@ -165,10 +168,12 @@ class MomentumAlgorithm(DTSAlgorithm):
     def _pass_window(self, num_steps: int | tf.Tensor) -> None:
         self._outer.let_merged_coast(num_steps)
 
-    def _give(self, schedule: Schedule, means: Sequence[tf.Tensor]) -> None:
-        with tf.device("/cpu:0"):
-            num_newer = schedule.num_newer
-        self._outer.correct(means, num_newer, schedule.delay)
+    def _give(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
+        when(
+            schedule.delay == 0,
+            lambda: self._outer.settle(follows_take=True),  # Nothing is under way. So all are equal to the bit.
+            lambda: self._outer.correct(means, num_newer, schedule.delay),
+        )
 
     def common_optimizers(self) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
         optimizer = self.group.optimizer()

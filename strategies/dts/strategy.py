@@ -93,6 +93,9 @@ class DTSStrategy(ExchangeStrategy):
         ceil(D / p) + 1 windows are in flight, at most 100. Each has a thread, and memory for the changes that it sends.
         Default "auto": from 0 to 20, as above; with an `interval`, 0 or the interval; with an `outer_optimizer` 4.
       interval: p, the number of steps of a window; at least 1. Default "auto": as long as the delay, and at least 1.
+      warmup_steps: The number of first steps of an optimizer that are synchronous: windows of one step, merged at once.
+        Early steps change most, so a late mean costs most there. They end with the optimizer's first `fit`, in a custom
+        loop at `synchronize`, and if a rank joins. It takes a `delay`, and no `outer_optimizer` or `TopK`. Default 0.
       codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "top_k"). None:
         windows go as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest magnitude. The
         others remain this rank's own until they are among the largest (deep gradient compression: local accumulation),
@@ -168,6 +171,7 @@ class DTSStrategy(ExchangeStrategy):
         *,
         delay: int | str = AUTO,
         interval: int | str = AUTO,
+        warmup_steps: int = 0,
         codec: codecs.Codec | str | None = AUTO,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
         compensation: str = "gentle",
@@ -185,6 +189,7 @@ class DTSStrategy(ExchangeStrategy):
             check_integer("delay", delay, at_least=0, at_most=_MAX_STEPS)
         if interval != AUTO:
             check_integer("interval", interval, at_least=1, at_most=_MAX_STEPS)
+        check_integer("warmup_steps", warmup_steps, at_least=0, at_most=_MAX_STEPS)
         check_choice("algorithm", algorithm, [AUTO, *sorted(ALGORITHMS)])
         check_choice("compensation", compensation, ("gentle", "eager", "momentum"))
         check_on_peer_loss(on_peer_loss)
@@ -204,6 +209,12 @@ class DTSStrategy(ExchangeStrategy):
                 "selects values: velocities are corrected by means of all changes, as they are. Received: "
                 f"compensation='momentum', {skewed_shards=}, {outer_optimizer=}, {codec=}."
             )
+        if warmup_steps and (delay == AUTO or outer_optimizer is not None or codec_selects):
+            raise ValueError(
+                "`warmup_steps` must be 0 unless a `delay` is given. It must be 0 with an `outer_optimizer` or a codec "
+                "that selects values, too: with these, steps are not those of synchronous training. (`TopK` has "
+                f"`warmup_steps` of its own.) Received: {warmup_steps=}, {delay=}, {outer_optimizer=}, {codec=}."
+            )
         given = DTSSettings(
             delay=delay if delay == AUTO else int(delay),
             interval=interval if interval == AUTO else int(interval),
@@ -212,6 +223,7 @@ class DTSStrategy(ExchangeStrategy):
             outer_optimizer=_checked_outer_optimizer(outer_optimizer),
             compensation=compensation,
             skewed_shards=skewed_shards,
+            warmup_steps=int(warmup_steps),
             on_peer_loss=on_peer_loss or "raise",
         )
         given = given.with_schedule() if outer_optimizer is not None else given

@@ -93,6 +93,10 @@ class Schedule:
         return -(-self.delay // self.interval) * self.interval
 
 
+# Synchronous training: each step is a window, with the step's number, and is merged at once.
+WARMUP = Schedule(delay=0, interval=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Course:
     """The schedule of some windows, and the way in which they are averaged.
@@ -101,11 +105,13 @@ class Course:
       schedule: The schedule, from its first window on.
       setting: The way to average, and the width of the schedule.
       is_meeting: True if ranks that join begin with the schedule's first step.
+      is_warmup: True if another course follows without a choice.
     """
 
     schedule: Schedule
     setting: Setting
     is_meeting: bool = False
+    is_warmup: bool = False
 
 
 class Courses:
@@ -121,18 +127,21 @@ class Courses:
       schedule_of: `schedule_of(width, step, window)` returns the schedule of a width that begins at a step, with a
         window.
       setting: The first setting.
+      warmup_steps: The steps before it, each of which is a window that is merged at once. Default 0.
     """
 
     _NUM_KEPT = 2 * MAX_WINDOWS  # For the windows in flight, and those that follow.
 
-    def __init__(self, schedule_of: Callable[[int, int, int], Schedule], setting: Setting):
+    def __init__(self, schedule_of: Callable[[int, int, int], Schedule], setting: Setting, warmup_steps: int = 0):
         self._schedule_of = schedule_of
         self._first = setting
-        self.begin()
+        self.begin(warmup_steps)
 
-    def begin(self) -> None:
-        """Begins with step 0 and the first setting."""
-        self._courses = [Course(self._schedule_of(self._first.width, 0, 0), self._first)]
+    def begin(self, warmup_steps: int = 0) -> None:
+        """Begins with step 0, and with the first setting after `warmup_steps` steps."""
+        self._courses = [Course(self._schedule_of(self._first.width, warmup_steps, warmup_steps), self._first)]
+        if warmup_steps:
+            self._courses.insert(0, Course(WARMUP, self._first, is_warmup=True))
 
     def of(self, window: int) -> Course:
         """The course of a window."""
@@ -156,10 +165,10 @@ class Courses:
     def choose(self, window: int, setting: Setting) -> None:
         """Takes the setting that the mean of a window tells. Must be called in the order of windows."""
         present, latest = self.of(window), self.latest
-        if latest.is_meeting and latest.schedule.first_window > window:
+        if present.is_warmup or (latest.is_meeting and latest.schedule.first_window > window):
             return  # At the meeting, windows begin anew with the first setting.
         if latest.schedule.first_window > window and self._changes_graph(present, latest):
-            self._put(self._begun(setting, latest.schedule), replaces=True)
+            self._put(self._begun(setting, latest.schedule))
         elif setting != latest.setting:
             first_window = window + 1 + present.schedule.num_newer
             begin = present.schedule.steps_of(first_window).start
@@ -168,12 +177,12 @@ class Courses:
     def meet(self, window: int) -> int:
         """Plans a meeting, because the mean of a window admits ranks. Windows begin anew there. Returns its first step.
 
-        Must be called before `choose`.
+        It ends a warm-up. Must be called before `choose`.
         """
         present, latest = self.of(window), self.latest
         is_to_begin = latest.schedule.first_window > window
         if is_to_begin and (latest.is_meeting or self._changes_graph(present, latest)):
-            self._put(self._begun(self._first, latest.schedule, is_meeting=True), replaces=True)
+            self._put(self._begun(self._first, latest.schedule, is_meeting=True))
         else:
             step = present.schedule.steps_of(window).stop + present.schedule.meeting_distance
             schedule = self._schedule_of(self._first.width, step, present.schedule.num_ended(step))
@@ -187,8 +196,9 @@ class Courses:
         """Returns a course that begins with the first step and window of a schedule."""
         return Course(self._schedule_of(setting.width, schedule.first_step, schedule.first_window), setting, is_meeting)
 
-    def _put(self, course: Course, replaces: bool = False) -> None:
-        kept = self._courses[: -1 if replaces else None]
+    def _put(self, course: Course) -> None:
+        """Adds a course, in the place of those that would begin with its first window or later."""
+        kept = [each for each in self._courses if each.schedule.first_window < course.schedule.first_window]
         self._courses = [*kept, course][-self._NUM_KEPT :]
 
     # For a rank that joins.

@@ -42,7 +42,10 @@ _MEMBERS = {
         {"pipeline_width": 3, "algorithm": "ring", "codec": "int8", "num_segments": 2},
     ),
     "dts_outer": (_dts_with_outer_momentum, {"delay": 6, "interval": 2, "codec": "top_k"}),
-    "dts_momentum": (hop_tf.DTSStrategy, {"delay": 5, "interval": 3, "compensation": "momentum"}),
+    "dts_momentum": (
+        hop_tf.DTSStrategy,
+        {"delay": 5, "interval": 3, "compensation": "momentum", "warmup_steps": _NUM_STEPS},
+    ),
     "pipe_sgd_shares": (hop_tf.PipeSGDStrategy, {"batch_shares": [3, 1, 2]}),
     "dts_measured_shares": (hop_tf.DTSStrategy, {"batch_shares": "auto"}),
     "pipe_sgd_on_two_devices": (hop_tf.PipeSGDStrategy, {"devices": TWO_DEVICES}),

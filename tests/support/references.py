@@ -164,6 +164,7 @@ def momentum_windows(
     interval: int,
     num_steps: int,
     mean: Callable[[Sequence[np.ndarray]], np.ndarray] = plain_mean,
+    warmup_steps: int = 0,
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
     """Trains ranks by SGD with momentum, in which late means take the place of what a rank's own gradients have moved.
 
@@ -182,6 +183,7 @@ def momentum_windows(
       interval: p.
       num_steps: Steps of each rank.
       mean: The mean of all ranks' moves, of shape [2, ...]: of weights and of the velocity.
+      warmup_steps: The first steps, each a window that is merged at once.
 
     Returns:
       See `late_windows`.
@@ -211,10 +213,12 @@ def momentum_windows(
         for rank in range(world_size):
             own[rank].append(gradient(rank, step, weights_of(rank, step)))
         due = step + 1 - delay
-        if due > 0 and due % interval == 0:
+        if step < warmup_steps:
+            merge(range(step, step + 1))
+        elif due > warmup_steps and (due - warmup_steps) % interval == 0:
             merge(range(due - interval, due))
         history.append([weights_of(rank, step + 1) for rank in range(world_size)])
-    while (begin := interval * len(differences[0])) < num_steps:
+    while (begin := differences[0][-1][0] if differences[0] else 0) < num_steps:
         merge(range(begin, min(begin + interval, num_steps)))
     return history, weights_of(0, num_steps)
 
@@ -233,12 +237,13 @@ def gentle_windows(
     t_1: float = 10,
     t_2: float = 40,
     momentum: float | None = None,
+    warmup_steps: int = 0,
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
     """Trains ranks that are given what has arrived bit by bit, and whose own changes under way count kappa.
 
     Ranks lack two parts of what has arrived: `apart` differs by rank, and `behind` is the same for all.
     Arguments and results are those of `late_windows`, without an outer optimizer. With a `momentum`, velocities take
-    part in what a mean changes.
+    part in what a mean changes. In the first `warmup_steps` steps, each mean is merged at once.
     """
     merged, behind, history = w.astype(np.float64), 0.0, []
     states, known, apart = [State.of(w)] * world_size, [merged] * world_size, [0.0] * world_size
@@ -259,7 +264,17 @@ def gentle_windows(
     for step in range(1, num_steps + 1):
         states = [update(state, gradient(rank, step - 1, state.w)) for rank, state in enumerate(states)]
         weights = [state.w for state in states]
-        has_ended = step % interval == 0
+        if step <= warmup_steps:
+            own = [after - merged for after in weights]
+            merged = merged + mean(own)
+            moves = [0.0 if momentum is None else mean(own) - each for each in own]
+            states = [
+                State(merged, state.m + move, state.v, state.count) for state, move in zip(states, moves, strict=True)
+            ]
+            known = [merged] * world_size
+            history.append(known)
+            continue
+        has_ended = (step - warmup_steps) % interval == 0
         if has_ended:
             own = [after - before for after, before in zip(weights, known, strict=True)]
             under_way.append((step, own))
@@ -272,7 +287,7 @@ def gentle_windows(
             known = weights
         states = [dataclasses.replace(state, w=each) for state, each in zip(states, weights, strict=True)]
         history.append(weights)
-    if num_steps % interval:
+    if max(0, num_steps - warmup_steps) % interval:
         under_way.append((num_steps, [state.w - before for state, before in zip(states, known, strict=True)]))
     while under_way:
         merge()

@@ -16,10 +16,10 @@ from hop_tf import codecs
 from hop_tf.collectives import AllReduce
 from hop_tf.runtime import choices, ways
 from hop_tf.runtime.admissions import Admissions
-from hop_tf.runtime.autotuning import Pace, Setting
+from hop_tf.runtime.autotuning import Autotuner, Pace, Setting
 from hop_tf.runtime.joining import Joining
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
-from hop_tf.strategies.dts.windows import Courses
+from hop_tf.strategies.dts.windows import WARMUP, Courses
 from support import in_process, linear, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
@@ -49,7 +49,7 @@ def _weights_alone(optimizer="momentum", **arguments):
 
 def _note_delays(strategy, delays):
     def note(batch, logs):
-        delays.append(strategy.training.algorithms[0].known_schedule().delay)
+        delays.append(strategy.training.algorithms[0].known_schedule(0).delay)
 
     return keras.callbacks.LambdaCallback(on_train_batch_end=note)
 
@@ -150,7 +150,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             for number in range(2 * num_steps):
                 # A custom loop divides by the number of ranks: the mean here is of sums.
                 step(tf.constant(gradients[number, strategy.rank][:, None]))
-                delays.add(strategy.training.algorithms[0].known_schedule().delay)
+                delays.add(strategy.training.algorithms[0].known_schedule(0).delay)
                 if number % num_steps == num_steps - 1:
                     strategy.synchronize(model)
             return model.get_weights()[0][:, 0], delays
@@ -265,14 +265,34 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((settings.delay, settings.interval), expected)
 
 
-class CoursesTest(absltest.TestCase):
-    def test_the_graph_and_exchanges_have_the_same_windows(self):
+class WarmupTest(absltest.TestCase):
+    def test_its_times_are_not_heard(self):
+        """They are those of windows that ranks wait for. So they say nothing of windows in flight."""
+        heard = []
+
+        def run(strategy):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+                model.compile(keras.optimizers.SGD(0.01), "mse")
+            x = np.ones((16 * 4, 3), np.float32)
+            model.fit(x, x[:, :1], batch_size=4, verbose=0)
+
+        with mock.patch.object(Autotuner, "hear", lambda tuner, mean: heard.append(mean)):
+            in_process(hop_tf.DTSStrategy, 2, delay=2, interval=2, warmup_steps=6).run(run)
+        num_later = (16 - 6) / 2 + 1  # With the last, empty one.
+        self.assertLen(heard, 2 * num_later)
+
+
+class CoursesTest(parameterized.TestCase):
+    @parameterized.parameters(("auto", "auto", 0), (5, 3, 0), (5, 3, 7), (4, 4, 30))
+    def test_the_graph_and_exchanges_have_the_same_windows(self, delay, interval, warmup_steps):
         """Settings change all the time, and ranks meet now and then. The graph follows the windows' means."""
-        settings = DTSSettings(delay="auto", interval="auto", codec=codecs.Identity(), algorithm="auto")
+        settings = DTSSettings(delay=delay, interval=interval, codec=codecs.Identity(), algorithm="auto")
+        first, widths = (1, [1, 1, 2, 3, 6]) if delay == "auto" else (delay + 1, [delay + 1])
         for seed in range(100):
             random = np.random.default_rng(seed)
-            courses = Courses(settings.schedule_of, Setting(0, 1))
-            schedule, told, meetings, merged = settings.schedule_of(1), {}, set(), 0
+            courses = Courses(settings.schedule_of, Setting(0, first), warmup_steps)
+            schedule, told, meetings, merged = settings.schedule_of(first, warmup_steps, warmup_steps), {}, set(), 0
 
             def end(window, courses=courses, told=told, meetings=meetings, random=random):
                 """Ends a window. All exchanges know its mean at once: no choice can come earlier."""
@@ -281,17 +301,18 @@ class CoursesTest(absltest.TestCase):
                     meeting >= courses.of(window).schedule.steps_of(window).stop for meeting in meetings
                 ):
                     meetings.add(courses.meet(window))
-                courses.choose(window, Setting(int(random.integers(2)), int(random.choice([1, 1, 2, 3, 6]))))
+                courses.choose(window, Setting(int(random.integers(2)), int(random.choice(widths))))
                 following = window + 1 + courses.of(window).schedule.num_newer
                 told[window] = courses.of(following).setting.width
 
             for num_steps in range(1, 200):
-                has_ended, ended = schedule.ended(num_steps)
+                present = schedule if num_steps > schedule.first_step else WARMUP
+                has_ended, ended = present.ended(num_steps)
                 if has_ended:
-                    self.assertEqual(courses.of(ended).schedule.steps_of(ended), schedule.steps_of(ended))
+                    self.assertEqual(courses.of(ended).schedule.steps_of(ended), present.steps_of(ended))
                     self.assertEqual(courses.at(num_steps - 1).schedule.num_ended(num_steps), ended + 1)
                     end(ended)
-                is_due, due = schedule.due(num_steps)
+                is_due, due = present.due(num_steps)
                 if is_due:
                     self.assertEqual(due, merged)
                     merged += 1
@@ -301,7 +322,7 @@ class CoursesTest(absltest.TestCase):
                 if num_steps in meetings:
                     self.assertTrue(has_ended)
                     merged = ended + 1
-                    schedule = settings.schedule_of(1, num_steps, merged)
+                    schedule = settings.schedule_of(first, num_steps, merged)
             self.assertGreater(merged, 20)
 
 

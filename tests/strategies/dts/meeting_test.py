@@ -30,11 +30,11 @@ class Counter(keras.Model):
         return logs
 
 
-def _count(strategy):
+def _count(strategy, meeting):
     def agree_to_meet(batch, logs):
-        if batch == _MEETING - 1:
+        if batch == meeting - 1:
             for algorithm in strategy.training.algorithms:
-                algorithm._meeting.note(tf.constant([1.0]), tf.constant(_MEETING - 1, tf.int64))
+                algorithm._meeting.note(tf.constant([1.0]), tf.constant(meeting - 1, tf.int64))
 
     with strategy.scope():
         model = Counter()
@@ -46,13 +46,18 @@ def _count(strategy):
 
 
 class MeetingTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((2, 2), (3, 2), (0, 1), (3, 2, "momentum"))
-    def test_assignments_before_a_meeting_stay(self, delay, interval, compensation="gentle"):
+    @parameterized.parameters(
+        (2, 2), (3, 2), (0, 1), (3, 2, "momentum"), (3, 2, "gentle", 9), (3, 2, "gentle", 2, _NUM_STEPS)
+    )
+    def test_assignments_before_a_meeting_stay(
+        self, delay, interval, compensation="gentle", warmup_steps=0, meeting=_MEETING
+    ):
         def make(cluster_resolver):
             return hop_tf.DTSStrategy(
                 delay=delay,
                 interval=interval,
                 compensation=compensation,
+                warmup_steps=warmup_steps,
                 codec=None,
                 algorithm="mesh",
                 on_peer_loss="continue",
@@ -61,7 +66,7 @@ class MeetingTest(tf.test.TestCase, parameterized.TestCase):
 
         admit = Roster.admit  # Here nobody joins.
         with mock.patch.object(Roster, "admit", lambda roster, ranks: admit(roster, ranks) if ranks else None):
-            values = InProcessCluster(_NUM_RANKS, make).run(_count)
+            values = InProcessCluster(_NUM_RANKS, make).run(lambda strategy: _count(strategy, meeting))
         self.assertEqual(values, [_NUM_STEPS] * _NUM_RANKS)
 
 

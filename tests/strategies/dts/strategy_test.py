@@ -76,8 +76,8 @@ def _applied(make_optimizer, gradients):
     return variable.numpy()
 
 
-def _linear_result(make_optimizer, num_steps=_NUM_STEPS):
-    return _applied(make_optimizer, [_linear_gradient(step) for step in range(num_steps)])
+def _linear_result(make_optimizer, steps=range(_NUM_STEPS)):
+    return _applied(make_optimizer, [_linear_gradient(step) for step in steps])
 
 
 def _compiled(strategy, make_optimizer, loss=_summed_square, num_outputs=4, dtype=None, **compile_args):
@@ -178,6 +178,44 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         gentleness = {"kappa": 0.5, "t_2": 40} if delay >= 3 else {"kappa": 1, "t_2": 1}
         reference = functools.partial(gentle_windows, **gentleness, t_1=1, momentum=0.9)
         self.check(results, _reference(world_size, delay, interval, update, rule=reference))
+
+    @parameterized.parameters(
+        (2, 4, 4, 5, "momentum"),
+        (3, 5, 2, 3, "adam"),
+        (2, 2, 2, 4, "nesterov"),
+        (3, 3, 3, 6, "nesterov", {"skewed_shards": True}),
+        (2, 4, 4, _NUM_STEPS + 1, "momentum"),
+        (2, 0, 4, 3, "momentum"),
+    )
+    @pytest.mark.stress(after=2)
+    def test_equals_the_reference_after_a_warmup(self, world_size, delay, interval, num_early, name, rule=()):
+        make_optimizer, update = _OPTIMIZERS[name]
+        settings = {"delay": delay, "interval": interval, "warmup_steps": num_early, **dict(rule)}
+        results = _cluster(world_size, **settings).run(lambda s: _train(s, make_optimizer))
+        gentleness = {"kappa": 0.5, "t_2": 40} if delay >= 3 else {"kappa": 1, "t_1": 1, "t_2": 1}
+        skewed = {"t_1": 1, "momentum": 0.9} if rule else {}
+        reference = functools.partial(gentle_windows, **{**gentleness, **skewed}, warmup_steps=num_early)
+        self.check(results, _reference(world_size, delay, interval, update, rule=reference))
+
+    @parameterized.parameters("gentle", "momentum")
+    @pytest.mark.stress
+    def test_only_the_first_fit_has_a_warmup(self, compensation):
+        """A warm-up of six steps sends six windows, where the other fits send one, and an empty last one."""
+
+        def run(strategy):
+            model = _compiled(strategy, _sgd(momentum=0.9), linear_loss)
+            counts = [strategy.report()["messages_sent"]]
+            for _ in range(3):
+                _fit(model, num_steps=6)
+                counts.append(strategy.report()["messages_sent"])
+            return _weights(model), np.diff(counts)
+
+        settings = {"delay": 6, "interval": 6, "compensation": compensation}
+        results = _cluster(2, **settings, warmup_steps=6).run(run)
+        for last, counts in results:
+            self.assertAllClose(last, _linear_result(_sgd(momentum=0.9), [0, 1, 2, 3, 4, 5] * 3), rtol=1e-5, atol=1e-5)
+            self.assertGreater(counts[0], 1.5 * counts[1])
+            self.assertAllClose(counts[1], counts[2], rtol=0.3)
 
     @parameterized.parameters(("momentum", 2), ("nesterov", 3))
     @pytest.mark.stress
@@ -705,9 +743,10 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
         {"delay": 4, "interval": 4, "when": "on_train_batch_end"},
         {"delay": 5, "interval": 3, "when": "on_train_batch_begin"},
         {"delay": 3, "interval": 1, "when": "on_epoch_end"},
+        {"delay": 4, "interval": 4, "when": "on_epoch_end", "warmup_steps": _NUM_ROWS // _BATCH_SIZE},
     )
     @pytest.mark.slow(after=1)
-    def test_weights_that_all_ranks_assign_stay(self, delay, interval, when):
+    def test_weights_that_all_ranks_assign_stay(self, delay, interval, when, warmup_steps=0):
         """Although means are merged gently, weights are neither halved nor pulled back."""
         new = np.full((3, 4), 7.0, np.float32)
 
@@ -723,7 +762,7 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             _fit(model, epochs=3, callbacks=[keras.callbacks.LambdaCallback(**{when: assign}), look])
             return seen, _weights(model)
 
-        for seen, last in _cluster(2, delay=delay, interval=interval).run(run):
+        for seen, last in _cluster(2, delay=delay, interval=interval, warmup_steps=warmup_steps).run(run):
             changed = [index for index, weights in enumerate(seen) if np.any(weights != _problem(4)[2])]
             for weights in [*seen[changed[0] :], last]:
                 self.assertAllClose(weights, new, rtol=1e-6, atol=1e-6)
@@ -763,6 +802,9 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ({"interval": 10**20}, "`interval` must be an integer of at least 1 and at most 2147483647. Received"),
         ({"algorithm": "star"}, "`algorithm` must be one of"),
         ({"compensation": "none"}, "`compensation` must be one of"),
+        ({"warmup_steps": -1}, "`warmup_steps` must be"),
+        ({"warmup_steps": 5}, "`warmup_steps` must be 0 unless a `delay` is given"),
+        ({"warmup_steps": 5, "delay": 4, "codec": "top_k"}, "`warmup_steps` must be 0 .*codec=TopK"),
         ({"skewed_shards": "yes"}, "`skewed_shards` must be .* Received: skewed_shards='yes'"),
         ({"skewed_shards": True, "codec": "top_k"}, "`skewed_shards` must be False with .* Received: .*codec=TopK"),
         ({"skewed_shards": True, "batch_shares": "auto"}, "`skewed_shards` must be False with .*batch_shares='auto'"),

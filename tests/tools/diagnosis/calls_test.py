@@ -61,7 +61,7 @@ class CallsTest(parameterized.TestCase):
         (_CANARY, {"consistency": "bsp", "algorithm": "ring"}),
         (_DTS, {}),
         (_DTS, {"delay": 8, "interval": 4, "compensation": "eager", "skewed_shards": True}),
-        (_DTS, {"compensation": "momentum", "delay": 4}),
+        (_DTS, {"delay": 4, "interval": 4, "compensation": "momentum", "warmup_steps": 9}),
         (_DTS, {"delay": 8, "interval": 2, "codec": "truncate16", "batch_shares": "auto"}),
     )
     def test_what_was_given_is_told_and_nothing_else(self, strategy, arguments):
