@@ -41,6 +41,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds; medians over them are shown
 _CSV = flags.DEFINE_string("csv", None, "File for the same figures as CSV.")
 
 _BLOCK_SIZE = 512
+_FEW_BITS = {4: 64, 2: 128}  # Bits, and values per block.
 _MANY_VALUES = 10_000_000  # With more than these, peers take part in a few rounds only.
 _FEW_ROUNDS = 2
 
@@ -89,7 +90,24 @@ def _native(values: np.ndarray, num_threads: int) -> list[Candidate]:
         "truncate16 decode": (lambda: arrays.truncate16_decode(halves, out=floats, **threads), 6),
         "truncate16 accumulate": (lambda: arrays.truncate16_accumulate(halves, floats, **threads), 10),
     }
+    for bits, block_size in _FEW_BITS.items():
+        calls |= _few_bits(values, floats, bits, block_size, threads)
     return [Candidate(f"{name}, {suffix}", run, touched) for name, (run, touched) in calls.items()]
+
+
+def _few_bits(
+    values: np.ndarray, floats: np.ndarray, bits: int, block_size: int, threads: dict[str, int]
+) -> dict[str, tuple[Callable[[], object], float]]:
+    shape = {"block_size": block_size, "bits": bits, **threads}
+    encoded = arrays.few_bits_encode(values, **shape)
+    target = tuple(np.empty_like(array) for array in encoded)
+    size = bits / 8
+    return {
+        f"bits{bits} encode": (lambda: arrays.few_bits_encode(values, out=target, **shape), 4 + size),
+        f"bits{bits} decode": (lambda: arrays.few_bits_decode(*encoded, values.size, out=floats, **shape), 4 + size),
+        f"bits{bits} accumulate": (lambda: arrays.few_bits_accumulate(*encoded, floats, **shape), 8 + size),
+        f"bits{bits} reduce": (lambda: arrays.few_bits_reduce(*encoded, values, out=target, **shape), 4 + 2 * size),
+    }
 
 
 def _peers(values: np.ndarray) -> list[Candidate]:

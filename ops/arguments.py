@@ -35,6 +35,20 @@ def check_block_size(block_size: int | None) -> int | None:
     return int(block_size)
 
 
+def check_few_bits_block_size(block_size: int) -> int:
+    """Raises ValueError unless `block_size` is a multiple of 8 from 8 to 1024. Returns it as an int."""
+    if not _is_a(numbers.Integral, block_size) or not 8 <= block_size <= 1024 or block_size % 8:
+        raise ValueError(f"`block_size` must be a multiple of 8 from 8 to 1024. Received: block_size={block_size!r}.")
+    return int(block_size)
+
+
+def check_bits(bits: int) -> int:
+    """Raises ValueError unless `bits` is 2 or 4. Returns it as an int."""
+    if not _is_a(numbers.Integral, bits) or bits not in (2, 4):
+        raise ValueError(f"`bits` must be 2 or 4. Received: bits={bits!r}.")
+    return int(bits)
+
+
 def _is_a(kind: type, value: object) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
@@ -50,6 +64,11 @@ def check_size(name: str, size: int) -> None:
     """Raises ValueError if there are more values than the kernels take."""
     if size > MAX_VALUES:
         raise ValueError(f"`{name}` must have at most {MAX_VALUES} values. Received: {size} values.")
+
+
+def few_bits_sizes(size: int, block_size: int, bits: int) -> tuple[int, int]:
+    """The number of scales, and the number of bytes of codes."""
+    return num_blocks(size, block_size) * (4 // bits), -(-size * bits // 8)
 
 
 def num_blocks(size: int, block_size: int | None) -> int:

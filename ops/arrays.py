@@ -1,7 +1,7 @@
 """The functions of `hop_tf.ops` on NumPy arrays, for code outside of graphs. They release the interpreter's lock.
 
-`hop_tf.ops` describes the functions and their arguments. Two more, `quantile_sketch_accumulate` and
-`truncate16_accumulate`, are for arrays only: they have no TensorFlow operation and no CUDA kernel.
+`hop_tf.ops` describes the functions and their arguments. More are for arrays only: they have no TensorFlow operation
+and no CUDA kernel. These are `quantile_sketch_accumulate`, `truncate16_accumulate`, and those of `few_bits`.
 
 Here values are arrays of any shape and layout (bfloat16 is `tf.bfloat16.as_numpy_dtype`), and results are arrays. `out`
 takes arrays for the results, so that memory can be reused. They must be C-contiguous, of the right size and type, and
@@ -15,21 +15,24 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.ops import fallback, native
+from hop_tf.ops import fallback, few_bits, native
 from hop_tf.ops.arguments import (
     DEFAULT_BLOCK_SIZE,
     FLOAT_TYPES,
     NUM_CODES,
+    check_bits,
     check_block_size,
     check_dtype,
+    check_few_bits_block_size,
     check_size,
     check_spacing,
+    few_bits_sizes,
     num_blocks,
 )
 
 _ALL_CORES = 0
 _BFLOAT16 = np.dtype(tf.bfloat16.as_numpy_dtype)
-_UINT8, _INT8, _FLOAT32 = map(np.dtype, (np.uint8, np.int8, np.float32))
+_UINT8, _INT8, _UINT16, _FLOAT32 = map(np.dtype, (np.uint8, np.int8, np.uint16, np.float32))
 # The numbers of types in the C interface.
 _FLOATS = {np.dtype(each.as_numpy_dtype): number for number, each in enumerate(FLOAT_TYPES)}
 
@@ -257,6 +260,164 @@ def truncate16_accumulate(halves: np.ndarray, accumulator: np.ndarray, *, num_th
         native.call("Truncate16Accumulate", _address(halves), halves.size, _address(accumulator), num_threads)
 
 
+def few_bits_encode(
+    values: np.ndarray,
+    block_size: int,
+    bits: int,
+    *,
+    out: Sequence[np.ndarray] | None = None,
+    num_threads: int = _ALL_CORES,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes values with 4 or 2 bits, and scales for each block. For arrays only.
+
+    `hop_tf.codecs.Bits4` and `hop_tf.codecs.Bits2` describe the encodings.
+
+    Args:
+      values: 1-D array of float32, bfloat16 or float16.
+      block_size: Values per block: a multiple of 8 from 8 to 1024. The last block may be shorter.
+      bits: 4 or 2.
+      out: (scales, codes).
+      num_threads: As of `quantile_sketch_encode`.
+
+    Returns:
+      scales: uint16[ceil(size / block_size) * 4 / bits]: patterns of bfloat16.
+      codes: uint8[ceil(size * bits / 8)]. The first value's code is in the lowest bits.
+
+    Raises:
+      ValueError: If an argument is out of range, or `out` does not fit.
+      TypeError: If `values` is of another type.
+    """
+    block_size, bits = check_few_bits_block_size(block_size), check_bits(bits)
+    values = _vector("values", _floats("values", values))
+    scales, codes = _few_bits_results(out, values.size, block_size, bits)
+    if native.kernels() is None:
+        few_bits.encode(values.astype(np.float32, copy=False), block_size, bits, scales, codes)
+    else:
+        native.call(
+            "FewBitsEncode",
+            *_typed_array(values), values.size, block_size, bits, _address(scales), _address(codes), num_threads,
+        )  # fmt: skip
+    return scales, codes
+
+
+def few_bits_decode(
+    scales: np.ndarray,
+    codes: np.ndarray,
+    size: int,
+    block_size: int,
+    bits: int,
+    *,
+    out: np.ndarray | None = None,
+    num_threads: int = _ALL_CORES,
+) -> np.ndarray:
+    """Decodes the results of `few_bits_encode`. For arrays only.
+
+    Args:
+      scales: As of `few_bits_encode`.
+      codes: As of `few_bits_encode`.
+      size: Number of values.
+      block_size: As of `few_bits_encode`.
+      bits: As of `few_bits_encode`.
+      out: Takes the values.
+      num_threads: As of `quantile_sketch_encode`.
+
+    Returns:
+      float32[size].
+
+    Raises:
+      ValueError: If an argument is out of range or does not fit.
+      TypeError: If an argument is of another type.
+    """
+    scales, codes = _few_bits(scales, codes, size, block_size, bits)
+    (values,) = _results(None if out is None else [out], ("out", (size,), np.float32))
+    if native.kernels() is None:
+        few_bits.decode(scales, codes, block_size, bits, values)
+    else:
+        native.call(
+            "FewBitsDecode",
+            _address(scales), _address(codes), size, block_size, bits, _address(values), num_threads,
+        )  # fmt: skip
+    return values
+
+
+def few_bits_accumulate(
+    scales: np.ndarray,
+    codes: np.ndarray,
+    accumulator: np.ndarray,
+    block_size: int,
+    bits: int,
+    *,
+    num_threads: int = _ALL_CORES,
+) -> None:
+    """Adds what `few_bits_decode` returns to `accumulator`, in place. For arrays only.
+
+    Args:
+      scales: As of `few_bits_encode`.
+      codes: As of `few_bits_encode`.
+      accumulator: 1-D, float32; writable and C-contiguous.
+      block_size: As of `few_bits_encode`.
+      bits: As of `few_bits_encode`.
+      num_threads: As of `quantile_sketch_encode`.
+
+    Raises:
+      ValueError: If an argument is out of range or does not fit.
+      TypeError: If an argument is of another type.
+    """
+    size = np.size(accumulator)
+    scales, codes = _few_bits(scales, codes, size, block_size, bits)
+    (accumulator,) = _results([accumulator], ("accumulator", (size,), np.float32))
+    if native.kernels() is None:
+        accumulator += few_bits_decode(scales, codes, size, block_size, bits)
+    else:
+        native.call(
+            "FewBitsAccumulate",
+            _address(scales), _address(codes), size, block_size, bits, _address(accumulator), num_threads,
+        )  # fmt: skip
+
+
+def few_bits_reduce(
+    scales: np.ndarray,
+    codes: np.ndarray,
+    values: np.ndarray,
+    block_size: int,
+    bits: int,
+    *,
+    out: Sequence[np.ndarray] | None = None,
+    num_threads: int = _ALL_CORES,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Encodes the sum, in float32, of `values` and what `few_bits_decode` returns. For arrays only.
+
+    Args:
+      scales: As of `few_bits_encode`.
+      codes: As of `few_bits_encode`.
+      values: As of `few_bits_encode`.
+      block_size: As of `few_bits_encode`.
+      bits: As of `few_bits_encode`.
+      out: (scales, codes). May be the arguments themselves.
+      num_threads: As of `quantile_sketch_encode`.
+
+    Returns:
+      (scales, codes), as of `few_bits_encode`.
+
+    Raises:
+      ValueError: If an argument is out of range or does not fit.
+      TypeError: If an argument is of another type.
+    """
+    values = _vector("values", _floats("values", values))
+    scales, codes = _few_bits(scales, codes, values.size, block_size, bits)
+    new_scales, new_codes = _few_bits_results(out, values.size, block_size, bits)
+    if native.kernels() is None:
+        total = values + few_bits_decode(scales, codes, values.size, block_size, bits)
+        few_bits.encode(total, block_size, bits, new_scales, new_codes)
+    else:
+        native.call(
+            "FewBitsReduce",
+            _address(scales), _address(codes), *_typed_array(values), values.size, block_size, bits,
+            _address(new_scales), _address(new_codes), num_threads,
+        )  # fmt: skip
+    return new_scales, new_codes
+
+
 # Arguments.
 
 
@@ -301,6 +462,26 @@ def _blocks(codes, scales, block_size: int | None) -> tuple[np.ndarray, np.ndarr
     return codes, scales
 
 
+def _vector(name: str, values: np.ndarray) -> np.ndarray:
+    if values.ndim != 1:
+        raise ValueError(f"`{name}` must be a vector. Received: {name} of shape {values.shape}.")
+    return values
+
+
+def _few_bits(scales, codes, size: int, block_size: int, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    block_size, bits = check_few_bits_block_size(block_size), check_bits(bits)
+    scales, codes = _typed("scales", scales, _UINT16), _typed("codes", codes, _UINT8)
+    for name, array, expected in zip(
+        ("scales", "codes"), (scales, codes), few_bits_sizes(size, block_size, bits), strict=True
+    ):
+        if array.shape != (expected,):
+            raise ValueError(
+                f"`{name}` must be a vector of {expected} for {size} values in blocks of {block_size}. "
+                f"Received: {name} of shape {array.shape}."
+            )
+    return scales, codes
+
+
 def _size(block_size: int | None, values: np.ndarray) -> int:
     return block_size or max(values.size, 1)
 
@@ -331,6 +512,11 @@ def _block_results(out: Sequence[np.ndarray] | None, values: np.ndarray, block_s
     return _results(
         out, ("codes", values.shape, np.int8), ("scales", (num_blocks(values.size, block_size),), np.float32)
     )
+
+
+def _few_bits_results(out: Sequence[np.ndarray] | None, size: int, block_size: int, bits: int) -> list[np.ndarray]:
+    num_scales, num_bytes = few_bits_sizes(size, block_size, bits)
+    return _results(out, ("scales", (num_scales,), np.uint16), ("codes", (num_bytes,), np.uint8))
 
 
 def _copy(tensors: Sequence[tf.Tensor], arrays: Sequence[np.ndarray]) -> None:

@@ -38,6 +38,20 @@ constexpr float kLargestScale = 0x1.020406p121f;
 // Adding this to a float of at most 2^22 in magnitude leaves its nearest integer, ties to even, in the lowest bits.
 constexpr float kRounder = 0x1.8p23f;
 
+// Few bits. Scales are bfloat16.
+constexpr uint32_t kLargestHalf = 0x7f7fu;
+constexpr uint32_t kNanHalf = 0x7fc0u;
+// The 16 levels of 4 bits, in 1/64 of the scale: the products are exact in float32. Neighbors are odd and even in turn,
+// so that a multiple of 1/64 is never in the middle of two: it is nearer to the upper one if it exceeds the bound.
+constexpr int kNumLevels = 16;
+constexpr float kLevelsPerScale = 64.0f;
+constexpr float kLevels[kNumLevels] = {-55.0f / 64, -42.0f / 64, -31.0f / 64, -22.0f / 64, -15.0f / 64, -8.0f / 64,
+                                       -3.0f / 64,  0.0f,        3.0f / 64,   8.0f / 64,   13.0f / 64,  20.0f / 64,
+                                       29.0f / 64,  38.0f / 64,  51.0f / 64,  1.0f};
+constexpr int8_t kLevelBounds[kNumLevels - 1] = {-49, -37, -27, -19, -12, -6, -2, 1, 5, 10, 16, 24, 33, 44, 57};
+// Magnitudes for 2 bits are multiples of the largest one over this: sums over a block are exact in 32 bits.
+constexpr float kMagnitudeUnits = 32768.0f;
+
 }  // namespace hop_tf
 
 #endif  // HOP_TF_OPS_KERNELS_CONSTANTS_H_

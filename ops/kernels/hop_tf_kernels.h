@@ -1,5 +1,5 @@
-// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, 16-bit truncation, hash of blocks; and frames that
-// come on sockets.
+// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, few bits, 16-bit truncation, hash of blocks;
+// and frames that come on sockets.
 //
 // Plain memory in, plain memory out; no dependency but the C++ library. Arrays need no alignment. Inputs and outputs
 // must not overlap unless it says so. Functions may be called from any number of threads at once, and their results
@@ -82,6 +82,43 @@ HOP_TF_EXPORT HopTfStatus HopTfInt8Accumulate(const int8_t* codes, const float* 
 HOP_TF_EXPORT HopTfStatus HopTfInt8Reduce(const int8_t* codes, const float* scales, const void* values,
                                           HopTfType type, int64_t num_values, int64_t block_size, int8_t* out_codes,
                                           float* out_scales, int num_threads);
+
+// Few bits: blocks of values with 4 or 2 bits a value, and scales in bfloat16.
+//
+// 4 bits: a block's scale is its value of largest magnitude, with its sign, rounded to the nearest bfloat16 (ties to
+// even; at most the largest finite one); of two equal magnitudes the positive one. round(value * (64 / scale)), ties to
+// even, becomes the nearest of 16 levels, and its number is the code. A code decodes to scale / 64 times its level:
+//
+//     -55 -42 -31 -22 -15 -8 -3 0 3 8 13 20 29 38 51 64
+//
+// 2 bits: a block has two scales, `lower` and `upper`. Its magnitudes, in units of 1/32768 of the largest one, are
+// rounded to integers: round(magnitude * (128 / largest) * 256), ties to even. They are split at their mean, and then
+// in the middle between the means of both parts: what is equal to the border is below it. The scales are the means of
+// the two parts that this leaves, computed in float64, then in float32, and rounded like the scales above; a mean below
+// 2^-119, or of no values, is 0. Bit 0 of a code is 1 for the upper part, bit 1 is 1 for a negative value.
+//
+// A block whose magnitudes all lie below 2^-119 has scales 0 and decodes to zeros; one that holds a value that is not
+// finite, scales nan, and decodes to nan.
+//
+// block_size  values per block: a multiple of 8 from 8 to 1024; the last block may be shorter.
+// scales      ceil(num_values / block_size) * (4 / bits): with 2 bits each block's lower one first.
+// codes       ceil(num_values * bits / 8) bytes. The first value's code is in the lowest bits.
+HOP_TF_EXPORT HopTfStatus HopTfFewBitsEncode(const void* values, HopTfType type, int64_t num_values,
+                                             int64_t block_size, int bits, uint16_t* scales, uint8_t* codes,
+                                             int num_threads);
+
+// values[i] = what the code of value i stands for.
+HOP_TF_EXPORT HopTfStatus HopTfFewBitsDecode(const uint16_t* scales, const uint8_t* codes, int64_t num_values,
+                                             int64_t block_size, int bits, float* values, int num_threads);
+
+// accumulator[i] += what the code of value i stands for.
+HOP_TF_EXPORT HopTfStatus HopTfFewBitsAccumulate(const uint16_t* scales, const uint8_t* codes, int64_t num_values,
+                                                 int64_t block_size, int bits, float* accumulator, int num_threads);
+
+// Encodes the sum, in float32, of values[i] and what its code stands for. The results may be `scales` and `codes`.
+HOP_TF_EXPORT HopTfStatus HopTfFewBitsReduce(const uint16_t* scales, const uint8_t* codes, const void* values,
+                                             HopTfType type, int64_t num_values, int64_t block_size, int bits,
+                                             uint16_t* out_scales, uint8_t* out_codes, int num_threads);
 
 // The upper 16 bits of each value as float32 (a bfloat16): truncated, or rounded to the nearest, ties to even. A nan
 // stays a nan.

@@ -40,6 +40,15 @@ void WidenTile(const void* halves, int64_t count, void* floats);
 // sums += what `WidenTile` gives.
 void AddWidenedTile(const void* halves, int64_t count, void* sums);
 
+// Blocks of few bits: see HopTfFewBitsEncode. A tile begins with a block; its last block may be shorter.
+void EncodeBits4Tile(const void* floats, int count, int block_size, void* scales, uint8_t* codes);
+void EncodeBits2Tile(const void* floats, int count, int block_size, void* scales, uint8_t* codes);
+void DecodeBits4Tile(const void* scales, const uint8_t* codes, int count, int block_size, void* floats);
+void DecodeBits2Tile(const void* scales, const uint8_t* codes, int count, int block_size, void* floats);
+
+// sums = values + tile; `sums` may be `values`.
+void AddTile(const float* tile, int count, const void* values, void* sums);
+
 // The instruction set that the functions above were chosen for.
 const char* InstructionSet();
 

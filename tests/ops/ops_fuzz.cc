@@ -210,6 +210,73 @@ void FuzzInt8(int64_t size) {
   CheckInt8(sums, codes, scales, block_size);
 }
 
+// Blocks of few bits, and a copy of them.
+struct FewBits {
+  FewBits(int64_t size, int64_t block_size, int bits)
+      : scales((size + block_size - 1) / block_size * (4 / bits)), codes((size * bits + 7) / 8) {}
+
+  bool operator==(const FewBits& other) const {
+    for (int64_t i = 0; i < scales.size(); ++i) {
+      if (scales.Get(i) != other.scales.Get(i)) return false;
+    }
+    for (int64_t i = 0; i < codes.size(); ++i) {
+      if (codes.Get(i) != other.codes.Get(i)) return false;
+    }
+    return true;
+  }
+
+  Array<uint16_t> scales;
+  Array<uint8_t> codes;
+};
+
+void CheckFewBits(const std::vector<float>& values, const Array<float>& decoded, int64_t block_size, int bits) {
+  for (int64_t begin = 0; begin < decoded.size(); begin += block_size) {
+    const int64_t end = std::min(begin + block_size, decoded.size());
+    bool finite = true;
+    float largest = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      finite = finite && std::isfinite(values[i]);
+      largest = std::max(largest, std::fabs(values[i]));
+    }
+    const double bound = (bits == 4 ? 0.15 : 1.01) * largest + 0x1p-119;
+    for (int64_t i = begin; i < end; ++i) {
+      const float value = decoded.Get(i);
+      Check(std::isnan(value) == !finite, "whether a value of few bits is finite");
+      Check(!finite || std::fabs(static_cast<double>(value) - values[i]) <= bound, "a value of few bits");
+    }
+  }
+}
+
+void FuzzFewBits(int64_t size) {
+  const int64_t block_size = 8 * (Uniform(0, 1) ? Uniform(1, 16) : Uniform(1, 128));
+  const int bits = static_cast<int>(2 * Uniform(1, 2));
+  Values first(size), second(size);
+  FewBits encoded(size, block_size, bits), reduced(size, block_size, bits), expected(size, block_size, bits);
+  Array<float> decoded(size), total(size);
+  Check(HopTfFewBitsEncode(first.data(), first.type(), size, block_size, bits, encoded.scales.data(),
+                           encoded.codes.data(), RandomThreads()) == HOP_TF_OK, "few bits encode");
+  Check(HopTfFewBitsDecode(encoded.scales.data(), encoded.codes.data(), size, block_size, bits, decoded.data(),
+                           RandomThreads()) == HOP_TF_OK, "few bits decode");
+  std::vector<float> floats(size);
+  for (int64_t i = 0; i < size; ++i) floats[i] = first[i];
+  CheckFewBits(floats, decoded, block_size, bits);
+
+  for (int64_t i = 0; i < size; ++i) total.Set(i, second[i]);
+  Check(HopTfFewBitsAccumulate(encoded.scales.data(), encoded.codes.data(), size, block_size, bits, total.data(),
+                               RandomThreads()) == HOP_TF_OK, "few bits accumulate");
+  for (int64_t i = 0; i < size; ++i) Check(Same(total.Get(i), second[i] + decoded.Get(i)), "a sum with few bits");
+  Check(HopTfFewBitsEncode(total.data(), HOP_TF_FLOAT32, size, block_size, bits, expected.scales.data(),
+                           expected.codes.data(), RandomThreads()) == HOP_TF_OK, "few bits encode a sum");
+  Check(HopTfFewBitsReduce(encoded.scales.data(), encoded.codes.data(), second.data(), second.type(), size, block_size,
+                           bits, reduced.scales.data(), reduced.codes.data(), RandomThreads()) == HOP_TF_OK,
+        "few bits reduce");
+  Check(reduced == expected, "a reduction of few bits");
+  Check(HopTfFewBitsReduce(encoded.scales.data(), encoded.codes.data(), second.data(), second.type(), size, block_size,
+                           bits, encoded.scales.data(), encoded.codes.data(), RandomThreads()) == HOP_TF_OK,
+        "few bits reduce in place");
+  Check(encoded == expected, "a reduction of few bits in place");
+}
+
 void FuzzTruncate16(int64_t size) {
   Values values(size), others(size);
   const int round = static_cast<int>(Uniform(0, 1));
@@ -387,6 +454,11 @@ void CheckRefusals() {
   refused(HopTfInt8Encode(&value, HOP_TF_FLOAT32, 1, 0, &signed_code, pair, 0));
   refused(HopTfInt8Encode(&value, HOP_TF_FLOAT32, 1, INT64_MAX, &signed_code, pair, 0));
   refused(HopTfInt8Decode(&signed_code, pair, -5, 1, &value, 0));
+  refused(HopTfFewBitsEncode(&value, HOP_TF_FLOAT32, 1, 12, 4, &half, &code, 0));
+  refused(HopTfFewBitsEncode(&value, HOP_TF_FLOAT32, 1, 1032, 4, &half, &code, 0));
+  refused(HopTfFewBitsEncode(&value, HOP_TF_FLOAT32, 1, 8, 3, &half, &code, 0));
+  refused(HopTfFewBitsDecode(&half, &code, -1, 8, 4, &value, 0));
+  refused(HopTfFewBitsAccumulate(&half, &code, 1, 0, 4, &value, 0));
   refused(HopTfSketchAccumulate(&code, pair, -1, &value, 0));
   refused(HopTfSketchAccumulate(&code, pair, int64_t{1} << 31, &value, 0));
   refused(HopTfTruncate16Accumulate(&half, -1, &value, 0));
@@ -404,6 +476,10 @@ void CheckNothing() {
   done(HopTfInt8Decode(nullptr, nullptr, 0, 1, nullptr, 0));
   done(HopTfInt8Accumulate(nullptr, nullptr, 0, 1, nullptr, 0));
   done(HopTfInt8Reduce(nullptr, nullptr, nullptr, HOP_TF_FLOAT32, 0, 1, nullptr, nullptr, 0));
+  done(HopTfFewBitsEncode(nullptr, HOP_TF_FLOAT32, 0, 64, 4, nullptr, nullptr, 0));
+  done(HopTfFewBitsDecode(nullptr, nullptr, 0, 64, 2, nullptr, 0));
+  done(HopTfFewBitsAccumulate(nullptr, nullptr, 0, 64, 4, nullptr, 0));
+  done(HopTfFewBitsReduce(nullptr, nullptr, nullptr, HOP_TF_FLOAT32, 0, 64, 2, nullptr, nullptr, 0));
   done(HopTfTruncate16Encode(nullptr, HOP_TF_FLOAT32, 0, 0, nullptr, 0));
   done(HopTfTruncate16Decode(nullptr, 0, nullptr, 0));
   done(HopTfTruncate16Accumulate(nullptr, 0, nullptr, 0));
@@ -422,6 +498,7 @@ int main(int argc, char** argv) {
     const int64_t size = round % 50 == 49 ? Uniform(1 << 20, 5 << 18) : Uniform(0, Uniform(0, 1) ? 40 : 5000);
     FuzzSketch(size);
     FuzzInt8(size);
+    FuzzFewBits(size);
     FuzzTruncate16(size);
     FuzzFrame(std::min<int64_t>(size, 20000));
     FuzzExchange(std::min<int64_t>(size, 20000));

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from hop_tf import ops
-from hop_tf.ops import fallback, native
+from hop_tf.ops import fallback, few_bits, native
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
 
@@ -712,6 +712,11 @@ class ConstantsTest(tf.test.TestCase):
             "kSmallestMagnitude": np.float32(fallback._SMALLEST_MAGNITUDE).view(np.uint32),
             "kLargestScale": fallback._LARGEST_SCALE,
             "kRounder": 1.5 * 2**23,
+            "kLargestHalf": few_bits.LARGEST_HALF,
+            "kNanHalf": few_bits.NAN_HALF,
+            "kNumLevels": len(few_bits.LEVELS),
+            "kLevelsPerScale": few_bits.LEVELS_PER_SCALE,
+            "kMagnitudeUnits": few_bits.MAGNITUDE_UNITS,
         }
         self.assertEqual(numbers, expected)
 
