@@ -206,8 +206,8 @@ def get(codec: str | Codec | None, argument: str = "codec") -> Codec:
     """The codec that an argument stands for.
 
     Args:
-      codec: A codec, the name of one with its defaults ("identity", "truncate16", "int8", "sketch", "sparse", "top_k"),
-        or None for `Identity()`.
+      codec: A codec, the name of one with its defaults ("identity", "truncate16", "int8", "sketch", "bits4", "bits2",
+        "sparse", "top_k"), or None for `Identity()`.
       argument: The argument's name in errors. Default "codec".
 
     Returns:

@@ -87,7 +87,7 @@ class PipeSGDStrategy(ExchangeStrategy):
     Args:
       pipeline_width: K, the number of steps that are in flight at a time; at least 1. Default "auto": 2 if that saves
         at least 15 % of a step, otherwise 1; 1 with `compensation="none"`.
-      codec: Encodes gradients in messages: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch";
+      codec: Encodes gradients in messages: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4";
         `codecs.TopK(error_feedback=True)` for the largest only). None: gradients travel as they are. It takes float32,
         bfloat16 and float16; gradients of other types travel as they are. Default "auto": "int8" if that saves at least
         15 % of a step, otherwise None.

@@ -96,10 +96,10 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         would never learn from each other.
       log_base: The base of the logarithm in Equation 4. Default e.
       codec: Encodes pushes on their way to the servers: a `hop_tf.codecs.Codec` that is not sparse, a name
-        ("truncate16", "int8", "sketch"), or None: values travel as they are. Default "auto": each worker makes a few
-        steps without a codec. If pushes and answers take at least 15 % of a step, it makes a few with "int8", and keeps
-        that if it saves at least 15 % of a step. A worker chooses alone, and again if its times change. Rank 0 prints
-        its choice on stderr. Under `tf.config.experimental.enable_op_determinism()` "auto" is None.
+        ("truncate16", "int8", "sketch", "bits4"), or None: values travel as they are. Default "auto": each worker makes
+        a few steps without a codec. If pushes and answers take at least 15 % of a step, it makes a few with "int8", and
+        keeps that if it saves at least 15 % of a step. A worker chooses alone, and again if its times change. Rank 0
+        prints its choice on stderr. Under `tf.config.experimental.enable_op_determinism()` "auto" is None.
       snapshots: The directory and the times of the servers' snapshots: a `hop_tf.SnapshotOptions`. Workers ignore it.
         Default None: no snapshots.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such

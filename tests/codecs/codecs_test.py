@@ -23,12 +23,17 @@ _CODECS = (
     codecs.Int8(block_size=None),
     codecs.QuantileSketch(),
     codecs.QuantileSketch(spacing=1.0),
+    codecs.Bits4(),
+    codecs.Bits4(block_size=32),
+    codecs.Bits2(),
     codecs.Sparse(),
     codecs.Sparse(values="sketch"),
     codecs.TopK(),
     codecs.TopK(ratio=0.3, warmup_steps=4),
     codecs.TopK(ratio=0.2, values="truncate16"),
     codecs.TopK(ratio=0.2, values=codecs.Int8(block_size=64)),
+    codecs.TopK(ratio=0.2, values="bits4"),
+    codecs.TopK(ratio=0.01, values="bits2"),
 )
 _SPARSE = tuple(codec for codec in _CODECS if isinstance(codec, codecs.Sparse))
 
@@ -39,7 +44,7 @@ def _gradients(size=5000, seed=0):
 
 def _share_lost(codec):
     """Of the sum of squares, at most. The largest k of n values hold at least k / n of it."""
-    return 0.05 + (1 - codec.ratio if isinstance(codec, codecs.TopK) else 0)
+    return (0.25 if codec.name == "bits2" else 0.05) + (1 - codec.ratio if isinstance(codec, codecs.TopK) else 0)
 
 
 def _top_k(values, count):
@@ -243,6 +248,21 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         bounds = np.repeat(blocks.max(1) / 254, blocks.shape[1])
         self.assertTrue(np.all(np.abs(decoded - values) <= bounds * (1 + 1e-5)))
 
+    @parameterized.parameters((4, 0.10, 0.1), (2, 0.36, 0.25))
+    def test_few_bits(self, bits, most, of_selected):
+        """Relative root mean squares: of normally distributed values, and of the largest 1 % of them."""
+        codec, values = codecs.get(f"bits{bits}"), _gradients(1 << 18)
+        for each, bound in ((values, most), (values[_top_k(values, 2622)], of_selected)):
+            error = self.round_trip(codec, each) - each
+            self.assertLess(np.sqrt(np.mean(error**2) / np.mean(each**2)), bound)
+        self.assertAllClose(codec.bytes_per_value, {4: 0.53125, 2: 0.28125}[bits])
+        self.assertEqual(codec.granularity, codec.block_size)
+
+    def test_bits2_keeps_the_sum_of_magnitudes(self):
+        values = _gradients(1 << 16)
+        sums = [np.abs(each.astype(np.float64)).sum() for each in (values, self.round_trip(codecs.Bits2(), values))]
+        self.assertAllClose(*sums, rtol=1e-3)
+
     def test_sketch(self):
         values = _gradients(1 << 18)
         error = self.round_trip(codecs.QuantileSketch(), values) - values
@@ -404,7 +424,9 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
 
     # Error feedback.
 
-    @parameterized.parameters("truncate16", "int8", "sketch", "top_k", codecs.Identity(dtype="float16"))
+    @parameterized.parameters(
+        "truncate16", "int8", "sketch", "bits4", "bits2", "top_k", codecs.Identity(dtype="float16")
+    )
     def test_error_feedback(self, codec):
         """With e <- (values + e) - decode(encode(values + e)), written out."""
         codec = codecs.get(codec)
@@ -453,13 +475,15 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         )
         codec = codecs.Int8(block_size=None, error_feedback=True)
         self.assertIs(codecs.get(codec), codec)
-        with self.assertRaisesRegex(ValueError, "must be one of .*'int8'.* Received: codec='int4'"):
-            codecs.get("int4")
+        with self.assertRaisesRegex(ValueError, "must be one of .*'int8'.* Received: codec='int5'"):
+            codecs.get("int5")
         with self.assertRaisesRegex(TypeError, "must be a hop_tf.codecs.Codec.* Received: codec=8"):
             codecs.get(8)
 
     @parameterized.parameters(
         (codecs.Int8, {"block_size": 0}, "block_size"),
+        (codecs.Bits4, {"block_size": 100}, "block_size"),
+        (codecs.Bits2, {"block_size": None}, "block_size"),
         (codecs.QuantileSketch, {"spacing": 0.0}, "spacing"),
         (codecs.Identity, {"error_feedback": True}, "error_feedback"),
         (codecs.Int8, {"error_feedback": "no"}, "error_feedback"),
@@ -472,7 +496,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         (codecs.TopK, {"ratio": float("nan")}, "ratio"),
         (codecs.TopK, {"ratio": "1%"}, "ratio"),
         (codecs.TopK, {"warmup_steps": -1}, "warmup_steps"),
-        (codecs.TopK, {"values": "int4"}, "values"),
+        (codecs.TopK, {"values": "int5"}, "values"),
         (codecs.TopK, {"values": "top_k"}, "values"),
         (codecs.TopK, {"values": codecs.Int8(error_feedback=True)}, "values"),
         (codecs.Sparse, {"error_feedback": True}, "error_feedback"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
 
 # The codecs whose costs are measured.
-MEASURED_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch")))
+MEASURED_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch", "bits4")))
 
 # A vector is long enough if its bytes take this time to send, and no less than the latencies of its messages. Shorter
 # ones mislead, because connections send slowly at first. The longest vector has `_MAX_VALUES` values.

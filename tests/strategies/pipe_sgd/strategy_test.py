@@ -193,6 +193,8 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         codecs.QuantileSketch(),
         codecs.Int8(error_feedback=True),
         codecs.Int8(block_size=None),
+        codecs.Bits4(error_feedback=True),
+        codecs.TopK(ratio=0.5, values="bits2", error_feedback=True),
         codecs.Truncate16(),
     )
     @pytest.mark.stress(after=1)

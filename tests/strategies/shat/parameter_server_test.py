@@ -368,7 +368,11 @@ class ToldStateTest(tf.test.TestCase):
 
 class WireTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        codecs.Int8(block_size=64), codecs.Truncate16(error_feedback=True), codecs.QuantileSketch(), codecs.Identity()
+        codecs.Int8(block_size=64),
+        codecs.Bits4(block_size=32, error_feedback=True),
+        codecs.Truncate16(error_feedback=True),
+        codecs.QuantileSketch(),
+        codecs.Identity(),
     )
     def test_codecs_travel(self, codec):
         self.assertEqual(wire.codec_from_json(wire.codec_to_json(codec)), codec)

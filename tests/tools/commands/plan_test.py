@@ -124,7 +124,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(measurement.network.seconds_per_byte, 1e-12, 1e-6)
         self.assertBetween(measurement.network.reduce_seconds_per_byte, 1e-12, 1e-7)
         self.assertEqual(
-            list(measurement.codec_seconds_per_byte), ["identity", "truncate16", "int8", "top_k", "sketch"]
+            list(measurement.codec_seconds_per_byte), ["identity", "truncate16", "int8", "top_k", "sketch", "bits4"]
         )
         self.assertIn("Call it after a `fit`", errors[0])
         self.assertIn("`measure` was called while a `fit`", errors[1])
