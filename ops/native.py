@@ -34,6 +34,8 @@ _FUNCTIONS = {
     "Truncate16Encode": (_ADDRESS, _INT, _SIZE, _INT, _ADDRESS, _INT),
     "Truncate16Decode": (_ADDRESS, _SIZE, _ADDRESS, _INT),
     "Truncate16Accumulate": (_ADDRESS, _SIZE, _ADDRESS, _INT),
+    "GapsEncode": (_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS),
+    "GapsDecode": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _INT, _ADDRESS),
     "BlockHash": (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
     "ExchangeFrames": (_ADDRESS, _SIZE, _INT, _INT),
 }

@@ -10,8 +10,9 @@ on every rank. `ErrorFeedback` can keep the loss of a lossy codec, and add it to
     QuantileSketch()           1 (*)             relative root mean square 0.8 % on normally distributed values
     Bits4(block_size=64)       0.53              relative root mean square 9 % on gradients
     Bits2(block_size=128)      0.28              for the values of TopK: their deviation from two magnitudes a block
-    Sparse()                   6 per nonzero     none
-    TopK(ratio=0.01)           0.06 (**)         all but the largest 1 % of the values
+    Sparse()                   5 per nonzero     none; 4 and the index, which takes 1 byte if one value in 100 is sent
+    TopK(ratio=0.01)           0.05 (**)         all but the largest 1 % of the values
+    TopK(values="bits2")       0.013 (**)        and the deviation of these
 
 (*) plus 1 KiB for every chunk that all-reduce cuts a vector into.
 (**) In an all-reduce of n ranks, each rank sends this n - 1 times. It sends the output of other codecs 2 (n - 1) / n

@@ -16,13 +16,11 @@ import numpy as np
 
 from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
+from hop_tf.ops import gaps
 from hop_tf.tensors.buffers import BufferPool
 
-# An index is sent as its place in a block, which fits into 16 bits.
-_BLOCK_VALUES = 1 << 16
-_INDEX_BYTES = 2
-_HEADER_BYTES = 16
-_COUNT_BYTES = 4
+# Length of the vector, number of its values that are sent, bytes of their indices.
+_HEADER_BYTES = 24
 _ALIGNMENT_BYTES = 64
 
 # Values whose magnitudes are compared at a time, so that they stay in a core's cache.
@@ -40,11 +38,15 @@ class Sparse(Codec):
     The length of the data depends on the number of such values:
 
         bytes                  type
-        16                     uint64   length of the vector; number m of values that are not zero
-        4 per block            uint32   their number in each block of 65536 values
-        2 m                    uint16   the place of each in its block, in order
+        24                     uint64   length n of the vector; number m of values that are not zero; bytes b of indices
+        b                      bits     the indices: see below
         to a multiple of 64    0
         the rest                        the m values, encoded with `values`
+
+    Indices are Rice codes of the gaps between them. A remainder has s = floor(log2(0.96 n / m)) bits, and 0 at least.
+    First come all remainders, gap modulo 2^s, up to the end of a byte. Then come all quotients, gap divided by 2^s and
+    rounded down: as many zeros, and a one. Bits fill a byte from the lowest on, and are 0 behind the last one. If one
+    value in 100 is sent, an index takes 8.1 bits. See `hop_tf.ops.gaps`.
 
     In an all-reduce, each rank sends such data to all ranks. If whole vectors, encoded with `values`, are shorter to
     send, ranks average these instead. They also do so in a step in which the data of a single rank are too long.
@@ -88,7 +90,7 @@ class Sparse(Codec):
 
     @property
     def bytes_per_value(self) -> float:
-        return self.ratio * (_INDEX_BYTES + self.values.bytes_per_value)
+        return self.ratio * (gaps.bits_per_index(self.ratio) / 8 + self.values.bytes_per_value)
 
     @property
     def dense(self) -> Codec:
@@ -115,14 +117,13 @@ class Sparse(Codec):
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
         indices = self.select(values)
         encoded = self.values.encode(values[indices], pool)
-        num_blocks = -(-values.size // _BLOCK_VALUES)
-        counts_end, indices_end, start = _layout(num_blocks, indices.size)
-        data = pool.take(start + encoded.nbytes)
-        data[:_HEADER_BYTES].view(np.uint64)[:] = values.size, indices.size
-        ends = np.searchsorted(indices, np.arange(num_blocks + 1) * _BLOCK_VALUES)
-        data[_HEADER_BYTES:counts_end].view(np.uint32)[:] = np.diff(ends)
-        data[counts_end:indices_end].view(np.uint16)[:] = indices % _BLOCK_VALUES
-        data[indices_end:start] = 0
+        most_bytes = sum(gaps.sizes(values.size, indices.size))
+        data = pool.take(_start(most_bytes) + encoded.nbytes)
+        num_bytes = gaps.encode(indices, values.size, data[_HEADER_BYTES:])
+        start = _start(num_bytes)
+        data[:_HEADER_BYTES].view(np.uint64)[:] = values.size, indices.size, num_bytes
+        data[_HEADER_BYTES + num_bytes : start] = 0
+        data = data[: start + encoded.nbytes]
         data[start:] = encoded
         return data
 
@@ -158,35 +159,32 @@ class Sparse(Codec):
 
     def _indices(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, int]:
         """The indices, and the offset of the encoded values."""
-        num_blocks = -(-num_values // _BLOCK_VALUES)
-        counts_end, _, start = _layout(num_blocks, 0)
-        self._check(data, num_values, data.nbytes >= start, "header is cut off")
-        length, count = map(int, data[:_HEADER_BYTES].view(np.uint64))
+        self._check(data, num_values, data.nbytes >= _HEADER_BYTES, "header is cut off")
+        length, count, num_bytes = map(int, data[:_HEADER_BYTES].view(np.uint64))
+        start = _start(num_bytes)
         self._check(data, num_values, length == num_values, f"header tells of {length} values")
-        counts = data[_HEADER_BYTES:counts_end].view(np.uint32)
-        _, indices_end, start = _layout(num_blocks, count)
         self._check(data, num_values, data.nbytes >= start, "indices are cut off")
-        self._check(data, num_values, counts.sum(dtype=np.uint64) == count, "blocks do not have as many indices")
-        indices = np.repeat(np.arange(num_blocks) * _BLOCK_VALUES, counts)
-        indices += data[counts_end:indices_end].view(np.uint16)
-        in_order = not count or (indices[-1] < num_values and np.all(indices[1:] > indices[:-1]))
-        self._check(data, num_values, in_order, "indices are out of order or range")
-        self._check(data, num_values, not data[indices_end:start].any(), "padding is not zero")
-        return indices, start
+        end = _HEADER_BYTES + num_bytes
+        self._check(data, num_values, not data[end:start].any(), "padding is not zero")
+        try:
+            return gaps.decode(data[_HEADER_BYTES:end], count, num_values), start
+        except ValueError as error:
+            raise ValueError(self._problem(data, num_values, "indices are malformed")) from error
 
     def _check(self, data: np.ndarray, num_values: int, sound: bool, problem: str) -> None:
         if not sound:
-            raise ValueError(
-                f"`data` must be what {self} encodes {num_values} values to. "
-                f"Received: {data.nbytes} bytes, whose {problem}."
-            )
+            raise ValueError(self._problem(data, num_values, problem))
+
+    def _problem(self, data: np.ndarray, num_values: int, problem: str) -> str:
+        return (
+            f"`data` must be what {self} encodes {num_values} values to. "
+            f"Received: {data.nbytes} bytes, whose {problem}."
+        )
 
 
-def _layout(num_blocks: int, num_indices: int) -> tuple[int, int, int]:
-    """The end of the counts, the end of the indices, and the start of the encoded values, in bytes."""
-    counts_end = _HEADER_BYTES + _COUNT_BYTES * num_blocks
-    indices_end = counts_end + _INDEX_BYTES * num_indices
-    return counts_end, indices_end, -(-indices_end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def _start(num_index_bytes: int) -> int:
+    """The start of the encoded values, in bytes."""
+    return -(-(_HEADER_BYTES + num_index_bytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -133,6 +133,23 @@ HOP_TF_EXPORT HopTfStatus HopTfTruncate16Decode(const uint16_t* halves, int64_t 
 HOP_TF_EXPORT HopTfStatus HopTfTruncate16Accumulate(const uint16_t* halves, int64_t num_values, float* accumulator,
                                                     int num_threads);
 
+// Increasing indices as Rice codes of their gaps. With a gap of values without an index before each, gap % 2^shift is
+// its remainder, of `shift` bits, and gap / 2^shift its quotient, that many 0 and then a 1. Remainders and quotients are
+// apart. The bits of both follow each other from the lowest of each byte on, and are 0 behind the last one.
+//
+// count       at most num_values.
+// num_values  at most 2^48: above all indices.
+// shift       from 0 to 47.
+// remainders  ceil(count * shift / 8) bytes.
+// quotients   ceil((count + floor((num_values - count) / 2^shift)) / 8) bytes, of which the first `num_bytes` count.
+//             If `count` is 0, no byte of it is written, nor of `remainders`.
+HOP_TF_EXPORT HopTfStatus HopTfGapsEncode(const int64_t* indices, int64_t count, int64_t num_values, int shift,
+                                          uint8_t* remainders, uint8_t* quotients, int64_t* num_bytes);
+
+// The indices. HOP_TF_INVALID_ARGUMENT if the bytes are not what HopTfGapsEncode makes of so many; then some are written.
+HOP_TF_EXPORT HopTfStatus HopTfGapsDecode(const uint8_t* remainders, const uint8_t* quotients, int64_t num_bytes,
+                                          int64_t count, int64_t num_values, int shift, int64_t* indices);
+
 // A hash of each block of 4096 bytes, for checksums of messages: NH (Black et al., "UMAC", 1999). With x the block's
 // 32-bit words (the lowest byte first), it is the sum, modulo 2^64, of (x[i] + key[i]) * (x[i + 8] + key[i + 8]) over
 // those i whose remainder modulo 16 is below 8; sums with the key are modulo 2^32. With a random key two different

@@ -412,13 +412,14 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(job.means[rank, step][0].astype(wide), mean.astype(dtype).astype(wide))
 
     @parameterized.parameters(
-        (codecs.TopK(ratio=0.01), 133),  # 0.06 n <= 8
-        (codecs.TopK(ratio=0.25), 5),  # 1.5 n <= 8
-        (codecs.TopK(ratio=0.25, warmup_steps=9, error_feedback=True), 5),
-        (codecs.TopK(ratio=0.25, values="truncate16"), 4),  # n <= 4
-        (codecs.TopK(ratio=0.25, values="int8"), 2),  # 0.752 n <= 2.016
-        (codecs.TopK(ratio=0.9), 1),
-        (codecs.TopK(ratio=0.01).selected(), 133),
+        (codecs.TopK(ratio=0.01), 159),  # 0.0501 n <= 8
+        (codecs.TopK(ratio=0.01, values="bits2"), 43),  # 0.01295 n <= 0.5625
+        (codecs.TopK(ratio=0.25), 7),  # 1.103 n <= 8
+        (codecs.TopK(ratio=0.25, warmup_steps=9, error_feedback=True), 7),
+        (codecs.TopK(ratio=0.25, values="truncate16"), 6),  # 0.603 n <= 4
+        (codecs.TopK(ratio=0.25, values="int8"), 5),  # 0.355 n <= 2.016
+        (codecs.TopK(ratio=0.9), 2),
+        (codecs.TopK(ratio=0.01).selected(), 159),
         (codecs.Sparse(), 1),
     )
     def test_goes_sparse(self, codec, most_ranks):

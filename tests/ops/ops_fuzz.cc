@@ -304,6 +304,40 @@ void FuzzTruncate16(int64_t size) {
 
 using Bytes = Array<uint8_t>;
 
+// Indices, and bytes of theirs that are changed: whatever is taken must be what is encoded to these bytes.
+void FuzzGaps(int64_t num_values) {
+  const int64_t one_in = int64_t{1} << Uniform(0, 10);
+  std::vector<int64_t> chosen;
+  for (int64_t i = 0; i < num_values; ++i) {
+    if (Uniform(1, one_in) == 1) chosen.push_back(i);
+  }
+  const int64_t count = static_cast<int64_t>(chosen.size());
+  const int shift = static_cast<int>(Uniform(0, 12));
+  Array<int64_t> indices(count), decoded(count);
+  for (int64_t i = 0; i < count; ++i) indices.Set(i, chosen[i]);
+  const int64_t most = count ? (count + ((num_values - count) >> shift) + 7) / 8 : 0;
+  Bytes remainders((count * shift + 7) / 8), quotients(most), again((count * shift + 7) / 8), again_quotients(most);
+  int64_t num_bytes = -1, num_again = -1;
+  Check(HopTfGapsEncode(indices.data(), count, num_values, shift, remainders.data(), quotients.data(), &num_bytes) ==
+            HOP_TF_OK, "gaps encode");
+  Check(num_bytes >= 0 && num_bytes <= most, "the length of quotients");
+  Check(HopTfGapsDecode(remainders.data(), quotients.data(), num_bytes, count, num_values, shift, decoded.data()) ==
+            HOP_TF_OK, "gaps decode");
+  for (int64_t i = 0; i < count; ++i) Check(decoded.Get(i) == chosen[i], "an index");
+  for (Bytes* bytes : {&remainders, &quotients}) {
+    if (bytes->size() && Uniform(0, 1)) bytes->Set(Uniform(0, bytes->size() - 1), static_cast<uint8_t>(Uniform(0, 255)));
+  }
+  const int64_t num_taken = Uniform(0, 3) ? num_bytes : Uniform(0, most);
+  if (HopTfGapsDecode(remainders.data(), quotients.data(), num_taken, count, num_values, shift, decoded.data()) !=
+      HOP_TF_OK) {
+    return;
+  }
+  Check(HopTfGapsEncode(decoded.data(), count, num_values, shift, again.data(), again_quotients.data(), &num_again) ==
+            HOP_TF_OK && num_again == num_taken, "gaps encode once more");
+  for (int64_t i = 0; i < again.size(); ++i) Check(again.Get(i) == remainders.Get(i), "remainders once more");
+  for (int64_t i = 0; i < num_taken; ++i) Check(again_quotients.Get(i) == quotients.Get(i), "quotients once more");
+}
+
 void Fill(Bytes* bytes) {
   for (int64_t i = 0; i < bytes->size(); ++i) bytes->Set(i, static_cast<uint8_t>(Uniform(0, 255)));
 }
@@ -459,6 +493,13 @@ void CheckRefusals() {
   refused(HopTfFewBitsEncode(&value, HOP_TF_FLOAT32, 1, 8, 3, &half, &code, 0));
   refused(HopTfFewBitsDecode(&half, &code, -1, 8, 4, &value, 0));
   refused(HopTfFewBitsAccumulate(&half, &code, 1, 0, 4, &value, 0));
+  int64_t index = 5, length;
+  refused(HopTfGapsEncode(&index, 1, 5, 0, &code, &code, &length));
+  refused(HopTfGapsEncode(&index, 2, 1, 0, &code, &code, &length));
+  refused(HopTfGapsEncode(&index, 1, 9, 48, &code, &code, &length));
+  refused(HopTfGapsDecode(&code, &code, 1, -1, 9, 0, &index));
+  refused(HopTfGapsDecode(&code, &code, -1, 0, 9, 0, &index));
+  refused(HopTfGapsDecode(&code, &code, 0, 1, int64_t{1} << 49, 0, &index));
   refused(HopTfSketchAccumulate(&code, pair, -1, &value, 0));
   refused(HopTfSketchAccumulate(&code, pair, int64_t{1} << 31, &value, 0));
   refused(HopTfTruncate16Accumulate(&half, -1, &value, 0));
@@ -476,6 +517,10 @@ void CheckNothing() {
   done(HopTfInt8Decode(nullptr, nullptr, 0, 1, nullptr, 0));
   done(HopTfInt8Accumulate(nullptr, nullptr, 0, 1, nullptr, 0));
   done(HopTfInt8Reduce(nullptr, nullptr, nullptr, HOP_TF_FLOAT32, 0, 1, nullptr, nullptr, 0));
+  int64_t length = -1;
+  done(HopTfGapsEncode(nullptr, 0, 9, 0, nullptr, nullptr, &length));
+  Check(length == 0, "the length of no gaps");
+  done(HopTfGapsDecode(nullptr, nullptr, 0, 0, 0, 0, nullptr));
   done(HopTfFewBitsEncode(nullptr, HOP_TF_FLOAT32, 0, 64, 4, nullptr, nullptr, 0));
   done(HopTfFewBitsDecode(nullptr, nullptr, 0, 64, 2, nullptr, 0));
   done(HopTfFewBitsAccumulate(nullptr, nullptr, 0, 64, 4, nullptr, 0));
@@ -500,6 +545,7 @@ int main(int argc, char** argv) {
     FuzzInt8(size);
     FuzzFewBits(size);
     FuzzTruncate16(size);
+    FuzzGaps(size);
     FuzzFrame(std::min<int64_t>(size, 20000));
     FuzzExchange(std::min<int64_t>(size, 20000));
   }

@@ -115,11 +115,12 @@ class TrainingTest(parameterized.TestCase):
 
     @parameterized.parameters(1 / 8, 1 / 128)
     def test_sparse_pieces_stand_for_longer_ones_however_small_they_are(self, ratio):
-        """6 bytes of each value, in an all-gather."""
+        """Values and their indices, in an all-gather."""
         num_values = 100 * _NUM_VALUES
-        settings = {"delay": 0, "interval": 1, "codec": codecs.TopK(ratio=ratio)}
+        codec = codecs.TopK(ratio=ratio)
+        settings = {"delay": 0, "interval": 1, "codec": codec}
         seconds = _simulate("DTSStrategy", rates=(_RATE, _RATE), num_values=num_values, **settings)
-        expected = _BESIDE + _OWN.compute + _LATENCY + (_WORLD_SIZE - 1) * 6 * ratio * num_values / _RATE
+        expected = _BESIDE + _OWN.compute + _LATENCY + (_WORLD_SIZE - 1) * codec.bytes_per_value * num_values / _RATE
         self.assertAlmostEqual(seconds / expected, 1.0, delta=0.05)
 
     def test_communication_that_computing_cannot_hide(self):
