@@ -1,7 +1,8 @@
-"""Kernels for compressed exchange: quantile sketch, 8-bit blocks, 16-bit truncation.
+"""Kernels for compressed exchange: quantile sketch, 8-bit blocks, few bits, 16-bit truncation, indices.
 
 The functions here take and return tensors, eagerly and in graphs. `hop_tf.ops.arrays` has the same functions for NumPy
-arrays.
+arrays, and those for blocks of 4 and 2 bits. `hop_tf.ops.gaps` encodes indices, `hop_tf.ops.selection` finds values of
+large magnitude.
 """
 
 from hop_tf.ops import arrays

@@ -36,6 +36,7 @@ _FUNCTIONS = {
     "Truncate16Accumulate": (_ADDRESS, _SIZE, _ADDRESS, _INT),
     "GapsEncode": (_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS),
     "GapsDecode": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _INT, _ADDRESS),
+    "SelectLarge": (_ADDRESS, _INT, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS),
     "BlockHash": (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
     "ExchangeFrames": (_ADDRESS, _SIZE, _INT, _INT),
 }

@@ -17,14 +17,13 @@ import numpy as np
 from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
 from hop_tf.ops import gaps
+from hop_tf.ops.selection import magnitudes, reaching
 from hop_tf.tensors.buffers import BufferPool
 
 # Length of the vector, number of its values that are sent, bytes of their indices.
 _HEADER_BYTES = 24
 _ALIGNMENT_BYTES = 64
 
-# Values whose magnitudes are compared at a time, so that they stay in a core's cache.
-_SCAN_VALUES = 1 << 17
 # Sampling stride used to estimate the largest magnitudes. A prime, so that a sample is no column of a layer's kernel.
 _SAMPLE_STRIDE = 61
 # Number of standard deviations by which the estimate is too low on purpose.
@@ -112,7 +111,7 @@ class Sparse(Codec):
 
     def select(self, values: np.ndarray) -> np.ndarray:
         """The indices, in order, of the values that `encode` sends."""
-        return _reaching(values, 1)
+        return reaching(values, 1)
 
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
         indices = self.select(values)
@@ -238,36 +237,22 @@ def _largest(values: np.ndarray, count: int) -> np.ndarray:
       Lin et al. Section 5: a threshold from a sample, then the exact threshold from the values above it.
     """
     for bound in (_guessed_magnitude(values, count), 1):
-        indices = _reaching(values, bound)
+        indices = reaching(values, bound)
         if indices.size > count:
             break
         if indices.size == count or bound == 1:
             return indices
-    magnitudes = _magnitudes(values[indices])
-    smallest = np.partition(magnitudes, -count)[-count]
-    chosen = magnitudes > smallest
+    found = magnitudes(values[indices])
+    smallest = np.partition(found, -count)[-count]
+    chosen = found > smallest
     num_missing = count - np.count_nonzero(chosen)
-    chosen[np.flatnonzero(magnitudes == smallest)[:num_missing]] = True
+    chosen[np.flatnonzero(found == smallest)[:num_missing]] = True
     return indices[chosen]
 
 
 def _guessed_magnitude(values: np.ndarray, count: int) -> int:
     """A magnitude that a few more than `count` values reach, estimated by a sample."""
-    sample = _magnitudes(values[::_SAMPLE_STRIDE])
+    sample = magnitudes(values[::_SAMPLE_STRIDE])
     expected = count / _SAMPLE_STRIDE
     place = math.ceil(expected + _MARGIN * math.sqrt(expected))
     return max(1, int(np.partition(sample, -place)[-place])) if 0 < place <= sample.size else 1
-
-
-def _reaching(values: np.ndarray, bound: int) -> np.ndarray:
-    """The indices, in order, of the values whose magnitudes are at least `bound`."""
-    starts = range(0, values.size, _SCAN_VALUES) or [0]
-    return np.concatenate(
-        [start + np.flatnonzero(_magnitudes(values[start : start + _SCAN_VALUES]) >= bound) for start in starts]
-    )
-
-
-def _magnitudes(values: np.ndarray) -> np.ndarray:
-    """Integers in the order of the magnitudes: floating-point numbers without their signs. 0 is 0, NaN the largest."""
-    integers = np.dtype(f"i{values.itemsize}")
-    return values.view(integers) & integers.type(np.iinfo(integers).max)

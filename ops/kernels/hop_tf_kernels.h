@@ -1,5 +1,5 @@
-// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, few bits, 16-bit truncation, hash of blocks;
-// and frames that come on sockets.
+// The C interface of hop_tf's kernels: quantile sketch, 8-bit blocks, few bits, 16-bit truncation, selection and codes
+// of indices, hash of blocks; and frames that come on sockets.
 //
 // Plain memory in, plain memory out; no dependency but the C++ library. Arrays need no alignment. Inputs and outputs
 // must not overlap unless it says so. Functions may be called from any number of threads at once, and their results
@@ -149,6 +149,16 @@ HOP_TF_EXPORT HopTfStatus HopTfGapsEncode(const int64_t* indices, int64_t count,
 // The indices. HOP_TF_INVALID_ARGUMENT if the bytes are not what HopTfGapsEncode makes of so many; then some are written.
 HOP_TF_EXPORT HopTfStatus HopTfGapsDecode(const uint8_t* remainders, const uint8_t* quotients, int64_t num_bytes,
                                           int64_t count, int64_t num_values, int shift, int64_t* indices);
+
+// Writes first + i for each value i whose pattern without the sign, as a number, is at least `bound`: for floating-point
+// numbers, whose magnitude is large enough; nan counts as the largest.
+//
+// value_bytes  2, 4 or 8.
+// bound        from 1 to the largest pattern without the sign.
+// indices      room for num_values.
+// number       how many there are.
+HOP_TF_EXPORT HopTfStatus HopTfSelectLarge(const void* values, int value_bytes, int64_t num_values, int64_t bound,
+                                           int64_t first, int64_t* indices, int64_t* number);
 
 // A hash of each block of 4096 bytes, for checksums of messages: NH (Black et al., "UMAC", 1999). With x the block's
 // 32-bit words (the lowest byte first), it is the sum, modulo 2^64, of (x[i] + key[i]) * (x[i + 8] + key[i + 8]) over

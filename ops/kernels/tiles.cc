@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "constants.h"
 #include "float_bits.h"
@@ -291,6 +292,46 @@ HOP_TF_MULTIVERSION void DecodeBits2Tile(const void* scales, const uint8_t* code
 
 HOP_TF_MULTIVERSION void AddTile(const float* tile, int count, const void* values, void* sums) {
   for (int i = 0; i < count; ++i) Store<float>(sums, i, Load<float>(values, i) + tile[i]);
+}
+
+namespace {
+
+constexpr int kGroup = 16;  // Values looked at together: few groups have one, if one value in 100 is large.
+
+template <typename T>
+HOP_TF_INLINE int64_t SelectLarge(const void* values, int64_t count, T bound, int64_t first, int64_t* indices) {
+  constexpr T kMask = std::numeric_limits<T>::max();
+  int64_t number = 0;
+  for (int64_t begin = 0; begin < count; begin += kGroup) {
+    const int64_t end = std::min<int64_t>(begin + kGroup, count);
+    if (end - begin == kGroup) {
+      T any = 0;
+      for (int i = 0; i < kGroup; ++i) any |= (Load<T>(values, begin + i) & kMask) >= bound ? T{1} : T{0};
+      if (!any) continue;
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      Store<int64_t>(indices, number, first + i);
+      number += (Load<T>(values, i) & kMask) >= bound;
+    }
+  }
+  return number;
+}
+
+}  // namespace
+
+HOP_TF_MULTIVERSION int64_t SelectLarge16(const void* values, int64_t count, int64_t bound, int64_t first,
+                                          int64_t* indices) {
+  return SelectLarge<int16_t>(values, count, static_cast<int16_t>(bound), first, indices);
+}
+
+HOP_TF_MULTIVERSION int64_t SelectLarge32(const void* values, int64_t count, int64_t bound, int64_t first,
+                                          int64_t* indices) {
+  return SelectLarge<int32_t>(values, count, static_cast<int32_t>(bound), first, indices);
+}
+
+HOP_TF_MULTIVERSION int64_t SelectLarge64(const void* values, int64_t count, int64_t bound, int64_t first,
+                                          int64_t* indices) {
+  return SelectLarge<int64_t>(values, count, bound, first, indices);
 }
 
 const char* InstructionSet() {

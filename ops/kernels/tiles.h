@@ -49,6 +49,12 @@ void DecodeBits2Tile(const void* scales, const uint8_t* codes, int count, int bl
 // sums = values + tile; `sums` may be `values`.
 void AddTile(const float* tile, int count, const void* values, void* sums);
 
+// Writes first + i, for each i with a value whose pattern without the sign, as a number, is at least `bound`. Returns
+// how many there are. `indices` has room for `count`.
+int64_t SelectLarge16(const void* values, int64_t count, int64_t bound, int64_t first, int64_t* indices);
+int64_t SelectLarge32(const void* values, int64_t count, int64_t bound, int64_t first, int64_t* indices);
+int64_t SelectLarge64(const void* values, int64_t count, int64_t bound, int64_t first, int64_t* indices);
+
 // The instruction set that the functions above were chosen for.
 const char* InstructionSet();
 

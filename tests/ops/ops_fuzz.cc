@@ -302,6 +302,21 @@ void FuzzTruncate16(int64_t size) {
   }
 }
 
+template <typename T>
+void FuzzSelect(int64_t size) {
+  const T mask = std::numeric_limits<T>::max();
+  Array<T> values(size);
+  for (int64_t i = 0; i < size; ++i) values.Set(i, Uniform(0, 1) ? static_cast<T>(generator()) : T{0});
+  Array<int64_t> indices(size);
+  const int64_t bound = std::max<int64_t>(1, static_cast<T>(generator()) & mask), first = Uniform(0, 1000);
+  int64_t number = -1, expected = 0;
+  Check(HopTfSelectLarge(values.data(), sizeof(T), size, bound, first, indices.data(), &number) == HOP_TF_OK, "select");
+  for (int64_t i = 0; i < size; ++i) {
+    if ((values.Get(i) & mask) >= bound) Check(indices.Get(expected++) == first + i, "a selected index");
+  }
+  Check(number == expected, "the number of selected values");
+}
+
 using Bytes = Array<uint8_t>;
 
 // Indices, and bytes of theirs that are changed: whatever is taken must be what is encoded to these bytes.
@@ -500,6 +515,11 @@ void CheckRefusals() {
   refused(HopTfGapsDecode(&code, &code, 1, -1, 9, 0, &index));
   refused(HopTfGapsDecode(&code, &code, -1, 0, 9, 0, &index));
   refused(HopTfGapsDecode(&code, &code, 0, 1, int64_t{1} << 49, 0, &index));
+  refused(HopTfSelectLarge(&value, 4, 1, 0, 0, &index, &length));
+  refused(HopTfSelectLarge(&value, 4, 1, int64_t{1} << 31, 0, &index, &length));
+  refused(HopTfSelectLarge(&half, 2, 1, 1 << 15, 0, &index, &length));
+  refused(HopTfSelectLarge(&value, 3, 1, 1, 0, &index, &length));
+  refused(HopTfSelectLarge(&value, 4, -1, 1, 0, &index, &length));
   refused(HopTfSketchAccumulate(&code, pair, -1, &value, 0));
   refused(HopTfSketchAccumulate(&code, pair, int64_t{1} << 31, &value, 0));
   refused(HopTfTruncate16Accumulate(&half, -1, &value, 0));
@@ -521,6 +541,7 @@ void CheckNothing() {
   done(HopTfGapsEncode(nullptr, 0, 9, 0, nullptr, nullptr, &length));
   Check(length == 0, "the length of no gaps");
   done(HopTfGapsDecode(nullptr, nullptr, 0, 0, 0, 0, nullptr));
+  done(HopTfSelectLarge(nullptr, 4, 0, 1, 0, nullptr, &length));
   done(HopTfFewBitsEncode(nullptr, HOP_TF_FLOAT32, 0, 64, 4, nullptr, nullptr, 0));
   done(HopTfFewBitsDecode(nullptr, nullptr, 0, 64, 2, nullptr, 0));
   done(HopTfFewBitsAccumulate(nullptr, nullptr, 0, 64, 4, nullptr, 0));
@@ -546,6 +567,9 @@ int main(int argc, char** argv) {
     FuzzFewBits(size);
     FuzzTruncate16(size);
     FuzzGaps(size);
+    FuzzSelect<int16_t>(size);
+    FuzzSelect<int32_t>(size);
+    FuzzSelect<int64_t>(size);
     FuzzFrame(std::min<int64_t>(size, 20000));
     FuzzExchange(std::min<int64_t>(size, 20000));
   }

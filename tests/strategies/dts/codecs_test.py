@@ -61,7 +61,9 @@ _CODECS = {
     "top_k of int8 with feedback": codecs.TopK(ratio=0.1, values="int8", error_feedback=True),
     # Whole vectors take fewer bytes.
     "half of truncate16": codecs.TopK(ratio=0.5, values="truncate16"),
+    "top_k of bits2": codecs.TopK(ratio=0.1, values="bits2"),
     "int8": codecs.Int8(),
+    "bits4 with feedback": codecs.Bits4(error_feedback=True),
     "truncate16 with feedback": codecs.Truncate16(error_feedback=True),
     "sketch": codecs.QuantileSketch(),
 }
