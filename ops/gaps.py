@@ -5,7 +5,7 @@
 References:
   Golomb. Run-Length Encodings. IEEE Transactions on Information Theory 1966. Rice. Some Practical Universal Noiseless
   Coding Techniques. JPL 1979. Sattler et al. Robust and Communication-Efficient Federated Learning from Non-IID Data.
-  IEEE TNNLS 2020, arXiv 1903.02891, equation 15: the same codes for the places of gradients.
+  IEEE TNNLS 2020, arXiv 1903.02891: the same codes for the places of gradients.
 """
 
 from __future__ import annotations

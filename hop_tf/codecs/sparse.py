@@ -16,6 +16,7 @@ import numpy as np
 
 from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
+from hop_tf.codecs.few_bits import Bits2, Bits4
 from hop_tf.ops import gaps
 from hop_tf.ops.selection import magnitudes, reaching
 from hop_tf.tensors.buffers import BufferPool
@@ -48,7 +49,8 @@ class Sparse(Codec):
     value in 100 is sent, an index takes 8.1 bits. See `hop_tf.ops.gaps`.
 
     In an all-reduce, each rank sends such data to all ranks. If whole vectors, encoded with `values`, are shorter to
-    send, ranks average these instead. They also do so in a step in which the data of a single rank are too long.
+    send, ranks average these instead. They also do so in a step in which the data of a single rank are too long. In
+    whole vectors, `Bits4` takes the place of `Bits2`, which has no level for zero.
 
     Args:
       values: The codec for the values: one without error feedback that is not sparse itself, a name, or None for
@@ -93,8 +95,9 @@ class Sparse(Codec):
 
     @property
     def dense(self) -> Codec:
-        """The codec for vectors that are sent whole: `values`, with this codec's error feedback."""
-        return self.values.with_error_feedback(self.error_feedback)
+        """The codec for vectors that are sent whole, with this codec's error feedback: `values`, but no `Bits2`."""
+        whole = Bits4() if isinstance(self.values, Bits2) else self.values
+        return whole.with_error_feedback(self.error_feedback)
 
     def ratio_at(self, step: int) -> float:
         """The share of the values that is sent in a step, which counts from 0 in every `fit`. See `TopK`."""

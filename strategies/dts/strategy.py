@@ -96,11 +96,11 @@ class DTSStrategy(ExchangeStrategy):
       warmup_steps: The number of first steps of an optimizer that are synchronous: windows of one step, merged at once.
         Early steps change most, so a late mean costs most there. They end with the optimizer's first `fit`, in a custom
         loop at `synchronize`, and if a rank joins. It takes a `delay`, and no `outer_optimizer` or `TopK`. Default 0.
-      codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "top_k"). None:
-        windows go as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest magnitude. The
-        others remain this rank's own until they are among the largest (deep gradient compression: local accumulation),
-        or `fit` ends, which sends as much as a window without a codec. All changes as large as the least of the
-        selected ones are sent, too: with optimizers whose steps have few magnitudes (Lion) that may be all.
+      codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4", "top_k").
+        None: windows go as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest magnitude.
+        The others remain this rank's own until they are among the largest (deep gradient compression: local
+        accumulation), or `fit` ends, which sends as much as a window without a codec. All changes as large as the least
+        of the selected ones are sent, too: with optimizers whose steps have few magnitudes (Lion) that may be all.
         `warmup_steps` of `TopK` are windows here. `TopK` takes no variables of float64. With other codecs, the loss of
         encoding is the same on all ranks. With `error_feedback` it is added to a later window's change, and each window
         that may be in flight keeps a vector for it. Default "auto": "int8" if that saves at least 15 % of a step,

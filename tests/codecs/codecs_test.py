@@ -374,6 +374,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(codecs.TopK(error_feedback=True).dense, codecs.Identity())
         self.assertEqual(codecs.TopK(values="int8", error_feedback=True).dense, codecs.Int8(error_feedback=True))
         self.assertEqual(codecs.TopK(values="int8").selected().dense, codecs.Int8())
+        self.assertEqual(codecs.TopK(values="bits2").selected().dense, codecs.Bits4())
 
     @parameterized.parameters(
         (0, np.uint64, 70_001, "header tells of 70001 values"),

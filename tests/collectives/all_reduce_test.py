@@ -413,7 +413,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         (codecs.TopK(ratio=0.01), 159),  # 0.0501 n <= 8
-        (codecs.TopK(ratio=0.01, values="bits2"), 43),  # 0.01295 n <= 0.5625
+        (codecs.TopK(ratio=0.01, values="bits2"), 82),  # 0.01295 n <= 1.0625
         (codecs.TopK(ratio=0.25), 7),  # 1.103 n <= 8
         (codecs.TopK(ratio=0.25, warmup_steps=9, error_feedback=True), 7),
         (codecs.TopK(ratio=0.25, values="truncate16"), 6),  # 0.603 n <= 4
