@@ -121,9 +121,14 @@ class Operation:
         return [rank for rank in self.ranks if departures[rank] is not None]
 
     def commit(self) -> None:
-        """Called before others may have a mean of this step. The step will then be ended, even if this rank leaves."""
+        """Called before others may have a mean of this step. The step will then be ended, even if this rank leaves.
+
+        Raises:
+          Interrupted: If this rank leaves before.
+        """
         self._ended = []
         if not self.is_committed:
+            self._membership.check_interrupted()
             self._before_commit()
             self.is_committed = True
 

@@ -186,7 +186,8 @@ class Waiting(abc.ABC):
         """True if the others went on without this rank, which is to join them again."""
         return isinstance(self._failure, LeftBehind)
 
-    def _check_interrupted(self) -> None:
+    def check_interrupted(self) -> None:
+        """Raises `Interrupted` if this rank leaves the session."""
         if self._interrupted:
             raise Interrupted
 
@@ -267,7 +268,7 @@ class Waiting(abc.ABC):
             deadline = self.monitor.now() + timeout_seconds
             while not condition():
                 self.check()
-                self._check_interrupted()
+                self.check_interrupted()
                 if self.monitor.now() >= deadline:
                     return False
                 self.monitor.wait(self._look_seconds, deadline)
@@ -292,7 +293,7 @@ class Waiting(abc.ABC):
                 if self.recorder is not None and self.recorder.is_on:
                     begin, last = self.recorder.now() if begin is None else begin, next(iter(awaited))
                 if interruptible:
-                    self._check_interrupted()
+                    self.check_interrupted()
                 for peer in awaited:
                     error = self._problem(peer, self.monitor.now() - start, operation, step)
                     if error is None:
@@ -444,7 +445,7 @@ class Waiting(abc.ABC):
 
         def check() -> None:
             if interruptible:
-                self._check_interrupted()
+                self.check_interrupted()
             # Between two sessions, all ranks have left the last one.
             if self._failure is not None or (self.departure(peer) is not None and not self.has_left):
                 raise _NoUse
@@ -489,7 +490,7 @@ class Waiting(abc.ABC):
         """
 
         def check() -> None:
-            self._check_interrupted()
+            self.check_interrupted()
             if self._failure is not None or is_dead(self.transport.status(peer)):
                 raise _NoUse
 
