@@ -108,9 +108,6 @@ class MomentumRank(Rank):
         self.outer.count_step()
         return loss
 
-    def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
-        return self.outer.take_all()
-
     def _merge(self, means: list[tf.Tensor], num_newer: int, share: tf.Tensor, num_steps: int) -> None:
         self.outer.let_merged_coast(num_steps)
         self.outer.correct(self.outer.merge(means, share), num_newer, self._settings.delay)

@@ -29,6 +29,7 @@ from hop_tf.ops.arguments import (
     few_bits_sizes,
     num_blocks,
 )
+from hop_tf.ops.native import address
 
 _ALL_CORES = 0
 _BFLOAT16 = np.dtype(tf.bfloat16.as_numpy_dtype)
@@ -63,7 +64,7 @@ def quantile_sketch_encode(
     else:
         native.call(
             "SketchEncode",
-            *_typed_array(values), values.size, spacing, _address(codes), _address(bucket_values), num_threads,
+            *_typed_array(values), values.size, spacing, address(codes), address(bucket_values), num_threads,
         )  # fmt: skip
     return codes, bucket_values
 
@@ -79,7 +80,7 @@ def quantile_sketch_decode(
     else:
         native.call(
             "SketchDecode",
-            _address(codes), _address(bucket_values), codes.size, _address(values), num_threads,
+            address(codes), address(bucket_values), codes.size, address(values), num_threads,
         )  # fmt: skip
     return values
 
@@ -109,7 +110,7 @@ def quantile_sketch_accumulate(
     else:
         native.call(
             "SketchAccumulate",
-            _address(codes), _address(bucket_values), codes.size, _address(accumulator), num_threads,
+            address(codes), address(bucket_values), codes.size, address(accumulator), num_threads,
         )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def int8_encode(
         native.call(
             "Int8Encode",
             *_typed_array(values), values.size, _size(block_size, values),
-            _address(codes), _address(scales), num_threads,
+            address(codes), address(scales), num_threads,
         )  # fmt: skip
     return codes, scales
 
@@ -150,7 +151,7 @@ def int8_decode(
     else:
         native.call(
             "Int8Decode",
-            _address(codes), _address(scales), codes.size, _size(block_size, codes), _address(values), num_threads,
+            address(codes), address(scales), codes.size, _size(block_size, codes), address(values), num_threads,
         )  # fmt: skip
     return values
 
@@ -171,7 +172,7 @@ def int8_accumulate(
     else:
         native.call(
             "Int8Accumulate",
-            _address(codes), _address(scales), codes.size, _size(block_size, codes), _address(accumulator), num_threads,
+            address(codes), address(scales), codes.size, _size(block_size, codes), address(accumulator), num_threads,
         )  # fmt: skip
 
 
@@ -198,8 +199,8 @@ def int8_reduce(
     else:
         native.call(
             "Int8Reduce",
-            _address(codes), _address(scales), *_typed_array(values), codes.size, _size(block_size, codes),
-            _address(new_codes), _address(new_scales), num_threads,
+            address(codes), address(scales), *_typed_array(values), codes.size, _size(block_size, codes),
+            address(new_codes), address(new_scales), num_threads,
         )  # fmt: skip
     return new_codes, new_scales
 
@@ -219,7 +220,7 @@ def truncate16_encode(
     else:
         native.call(
             "Truncate16Encode",
-            *_typed_array(values), values.size, int(round_to_nearest), _address(halves), num_threads,
+            *_typed_array(values), values.size, int(round_to_nearest), address(halves), num_threads,
         )  # fmt: skip
     return halves
 
@@ -233,7 +234,7 @@ def truncate16_decode(
     if native.kernels() is None:
         _copy([fallback.truncate16_decode(tf.convert_to_tensor(halves))], [values])
     else:
-        native.call("Truncate16Decode", _address(halves), halves.size, _address(values), num_threads)
+        native.call("Truncate16Decode", address(halves), halves.size, address(values), num_threads)
     return values
 
 
@@ -257,7 +258,7 @@ def truncate16_accumulate(halves: np.ndarray, accumulator: np.ndarray, *, num_th
     if native.kernels() is None:
         accumulator += truncate16_decode(halves)
     else:
-        native.call("Truncate16Accumulate", _address(halves), halves.size, _address(accumulator), num_threads)
+        native.call("Truncate16Accumulate", address(halves), halves.size, address(accumulator), num_threads)
 
 
 def few_bits_encode(
@@ -295,7 +296,7 @@ def few_bits_encode(
     else:
         native.call(
             "FewBitsEncode",
-            *_typed_array(values), values.size, block_size, bits, _address(scales), _address(codes), num_threads,
+            *_typed_array(values), values.size, block_size, bits, address(scales), address(codes), num_threads,
         )  # fmt: skip
     return scales, codes
 
@@ -335,7 +336,7 @@ def few_bits_decode(
     else:
         native.call(
             "FewBitsDecode",
-            _address(scales), _address(codes), size, block_size, bits, _address(values), num_threads,
+            address(scales), address(codes), size, block_size, bits, address(values), num_threads,
         )  # fmt: skip
     return values
 
@@ -371,7 +372,7 @@ def few_bits_accumulate(
     else:
         native.call(
             "FewBitsAccumulate",
-            _address(scales), _address(codes), size, block_size, bits, _address(accumulator), num_threads,
+            address(scales), address(codes), size, block_size, bits, address(accumulator), num_threads,
         )  # fmt: skip
 
 
@@ -412,8 +413,8 @@ def few_bits_reduce(
     else:
         native.call(
             "FewBitsReduce",
-            _address(scales), _address(codes), *_typed_array(values), values.size, block_size, bits,
-            _address(new_scales), _address(new_codes), num_threads,
+            address(scales), address(codes), *_typed_array(values), values.size, block_size, bits,
+            address(new_scales), address(new_codes), num_threads,
         )  # fmt: skip
     return new_scales, new_codes
 
@@ -524,10 +525,6 @@ def _copy(tensors: Sequence[tf.Tensor], arrays: Sequence[np.ndarray]) -> None:
         np.copyto(array, tensor.numpy())
 
 
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]  # Faster than `ctypes.data`, which makes several calls and objects.
-
-
 def _typed_array(values: np.ndarray) -> tuple[int, int]:
     """The C interface's (values, type)."""
-    return _address(values), _FLOATS[values.dtype]
+    return address(values), _FLOATS[values.dtype]

@@ -57,8 +57,8 @@ def encode(indices: np.ndarray, num_values: int, out: np.ndarray) -> int:
     num_bytes = np.zeros(1, np.int64)
     native.call(
         "GapsEncode",
-        indices.ctypes.data, indices.size, num_values, shift, out.ctypes.data, quotients.ctypes.data,
-        num_bytes.ctypes.data,
+        native.address(indices), indices.size, num_values, shift, native.address(out), native.address(quotients),
+        native.address(num_bytes),
     )  # fmt: skip
     return num_remainders + int(num_bytes[0])
 
@@ -89,7 +89,8 @@ def decode(data: np.ndarray, count: int, num_values: int) -> np.ndarray:
     indices = np.empty(count, np.int64)
     native.call(
         "GapsDecode",
-        remainders.ctypes.data, quotients.ctypes.data, num_quotients, count, num_values, shift, indices.ctypes.data,
+        native.address(remainders), native.address(quotients), num_quotients, count, num_values, shift,
+        native.address(indices),
     )  # fmt: skip
     return indices
 

@@ -7,6 +7,7 @@ import functools
 import os
 import pathlib
 
+import numpy as np
 import tensorflow as tf
 from absl import logging
 
@@ -119,6 +120,11 @@ def _cuda_error() -> str:
         return str(error)
     find_error.restype = ctypes.c_char_p
     return find_error().decode()
+
+
+def address(array: np.ndarray) -> int:
+    """The address of an array's memory. Faster than `ctypes.data`, which makes several calls and objects."""
+    return array.__array_interface__["data"][0]
 
 
 def call(name: str, *arguments) -> None:

@@ -35,7 +35,7 @@ def reaching(values: np.ndarray, bound: int) -> np.ndarray:
         part = values[begin : begin + _SCAN_VALUES]
         native.call(
             "SelectLarge",
-            part.ctypes.data, part.itemsize, part.size, bound, begin, found.ctypes.data, number.ctypes.data,
+            native.address(part), part.itemsize, part.size, bound, begin, native.address(found), native.address(number),
         )  # fmt: skip
         parts.append(found[: number[0]].copy())
     return np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -50,7 +50,7 @@ from hop_tf.keras_hook.updates import as_own_updates, update
 from hop_tf.runtime.averaging import LateChanges, Latest, assign_all, read_all
 from hop_tf.tensors import payloads
 
-# kappa, T_1, and T_2, in steps. They were chosen for a perceptron with momentum 0.9.
+# kappa, T_1 (for skewed shards 1), and T_2, in steps. They were chosen for a perceptron with momentum 0.9.
 _KAPPA, _T_1, _T_2 = 0.5, 10, 40
 
 
@@ -64,8 +64,7 @@ class OuterSteps:
       max_newer: Most windows that may have ended when an older one is merged.
       optimizer: The outer optimizer, not built; None: means are added.
       gently: True if `follow` and `approach` are called; not with an outer optimizer.
-      compares: True if `apart` is called.
-      t_1: T_1, in steps. Default 10. Ranks whose data differs must not stay apart: for them it is 1.
+      skewed_shards: True if `apart` is called. Then T_1 is 1: ranks whose data differs must not stay apart.
 
     Attributes:
       optimizer: The outer optimizer.
@@ -80,18 +79,17 @@ class OuterSteps:
         max_newer: int,
         optimizer: keras.optimizers.Optimizer | None = None,
         gently: bool = False,
-        compares: bool = False,
-        t_1: int = _T_1,
+        skewed_shards: bool = False,
     ):
         self._variables = variables
         self._num_trained = num_trained
         self.optimizer = optimizer
         self._changes = LateChanges(variables, values)
-        self._own = Latest(variables, max_newer + compares)
+        self._own = Latest(variables, max_newer + skewed_shards)
         with tf.init_scope(), tf.device("/cpu:0"):
             kappas = tf.Variable(tf.fill([num_trained], _KAPPA), trainable=False, name="hop_tf_kappas")
         self._kappas = Latest([kappas], max_newer + 1 if gently else 0)
-        self._t_1 = t_1
+        self._t_1 = 1 if skewed_shards else _T_1
         # Names are the same where the step is traced within a condition, as that of a rank that joins.
         with tf.init_scope(), tf.name_scope(""):
             merged = [_merged(variable, value) for variable, value in zip(variables, values, strict=True)]

@@ -91,7 +91,7 @@ class DTSAlgorithm(Algorithm):
             max_newer=self._settings.num_slots - 1,
             optimizer=self._outer_optimizer(),
             gently=self._may_merge_gently,
-            **({"compares": True, "t_1": 1} if self._settings.skewed_shards else {}),
+            skewed_shards=self._settings.skewed_shards,
         )
 
     @property
@@ -126,16 +126,6 @@ class DTSAlgorithm(Algorithm):
         self._meeting.meet_if_due(self._settle)
 
     def _hand_out(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
-        changes, weight = self._take(window, everything), tf.constant([float(counts)])
-        if self._shares is not None and counts:
-            rows = self._rows.take()
-            changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
-        beside = self.group.packing.specs[len(changes) : -1]
-        changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
-        self.group.submit([*changes, weight], step=window)
-
-    def _take(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
-        """Emits the operations that end a window. Returns its changes, with a selection only the largest."""
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
         assigned = None
@@ -143,7 +133,13 @@ class DTSAlgorithm(Algorithm):
             with tf.device("/cpu:0"):
                 assigned = self._assigned.read_value()
                 self._assigned.assign(tf.zeros_like(assigned))
-        return self._outer.take(choose, assigned)
+        changes, weight = self._outer.take(choose, assigned), tf.constant([float(counts)])
+        if self._shares is not None and counts:
+            rows = self._rows.take()
+            changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
+        beside = self.group.packing.specs[len(changes) : -1]
+        changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
+        self.group.submit([*changes, weight], step=window)
 
     def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
         """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.

@@ -19,7 +19,7 @@ velocity, and Equation 13 has m^D in the weights, where Equation 8 has a sum of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -27,6 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import Descent, descent_of, innermost, weight_decays
+from hop_tf.runtime.averaging import read_all
 from hop_tf.runtime.outer import OuterSteps
 from hop_tf.strategies.dts.algorithm import DTSAlgorithm, when
 from hop_tf.strategies.dts.windows import Schedule
@@ -57,11 +58,14 @@ class MomentumSteps(OuterSteps):
     """`OuterSteps` of weights and their velocities. What is merged, and what changes are counted from, coasts.
 
     Args:
-      descent: The rule by which the optimizer updates weights, with momentum.
+      descent: As of `checked_descent`.
       variables: See `OuterSteps`; without the velocities, which follow them in changes and means.
       values: See `OuterSteps`.
       num_trained: See `OuterSteps`.
       max_newer: See `OuterSteps`.
+
+    Attributes:
+      descent: As given.
     """
 
     def __init__(
@@ -74,16 +78,15 @@ class MomentumSteps(OuterSteps):
         max_newer: int,
     ):
         with tf.init_scope():
-            velocities = [velocity.read_value() for velocity in descent.velocities]
+            velocities = read_all(descent.velocities)
             with tf.device("/cpu:0"):
                 self._age = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_age")
-        self._descent = descent
+        self.descent = descent
         super().__init__(
             [*variables, *descent.velocities],
             [*values, *velocities],
             num_trained=num_trained,
-            max_newer=max_newer,
-            compares=True,
+            max_newer=max_newer + 1,  # `apart` reads the window that is merged, too.
         )
 
     def begin_with(self, merged: Sequence[np.ndarray]) -> None:
@@ -99,14 +102,15 @@ class MomentumSteps(OuterSteps):
         with tf.device("/cpu:0"):
             self._age.assign_add(1)
 
-    def take_all(self) -> list[tf.Tensor]:
-        """Emits the ops that end a window; returns the changes of weights and velocities by this rank's gradients."""
+    def take(
+        self, choose: Callable[[list[tf.Tensor]], list] | None = None, assigned: tf.Tensor | None = None
+    ) -> list[tf.Tensor]:
         self._let_known_coast()
-        return self.take()
+        return super().take(choose, assigned)
 
     def let_merged_coast(self, num_steps: int | tf.Tensor) -> None:
         """Emits the ops that let coast what is merged, by the steps of a window that is merged next."""
-        for index, value in self._coasted([each.read_value() for each in self._merged], num_steps).items():
+        for index, value in self._coasted(read_all(self._merged), num_steps).items():
             self._merged[index].assign(value)
 
     def correct(self, means: Sequence[tf.Tensor], num_newer: int | tf.Tensor, delay: int | tf.Tensor) -> None:
@@ -132,11 +136,11 @@ class MomentumSteps(OuterSteps):
 
     def _coasted(self, values: Sequence[tf.Tensor], num_steps: int | tf.Tensor) -> dict[int, tf.Tensor]:
         """The weights and velocities among values of all variables after some steps without gradients, by index."""
-        momentum, num_trained = self._descent.momentum, self._num_trained
+        momentum, num_trained = self.descent.momentum, self._num_trained
         with tf.device("/cpu:0"):
             is_known = isinstance(num_steps, int)
             kept = momentum**num_steps if is_known else tf.constant(momentum) ** tf.cast(num_steps, tf.float32)
-            moved = momentum * (1 - kept) / (1 - momentum) * (momentum if self._descent.nesterov else 1)
+            moved = momentum * (1 - kept) / (1 - momentum) * (momentum if self.descent.nesterov else 1)
         first = len(values) - num_trained
         coasted = {}
         for i, (weight, velocity) in enumerate(zip(values[:num_trained], values[first:], strict=True)):
@@ -162,9 +166,6 @@ class MomentumAlgorithm(DTSAlgorithm):
         self._outer.count_step()
         return super().after_update()
 
-    def _take(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
-        return self._outer.take_all()
-
     def _pass_window(self, num_steps: int | tf.Tensor) -> None:
         self._outer.let_merged_coast(num_steps)
 
@@ -176,5 +177,4 @@ class MomentumAlgorithm(DTSAlgorithm):
         )
 
     def common_optimizers(self) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
-        optimizer = self.group.optimizer()
-        return [(optimizer, descent_of(optimizer, self.group.trained).velocities)]
+        return [(self.group.optimizer(), self._outer.descent.velocities)]

@@ -195,26 +195,6 @@ class DTSStrategy(ExchangeStrategy):
         check_on_peer_loss(on_peer_loss)
         check_boolean("skewed_shards", skewed_shards)
         codec = AUTO if codec == AUTO else codecs.get(codec)
-        weighs = batch_shares is not None or outer_optimizer is not None
-        codec_selects = isinstance(codec, codecs.TopK)
-        if skewed_shards and (weighs or codec_selects):
-            raise ValueError(
-                "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that selects "
-                "values: velocities are corrected for means of all changes, in which all ranks count alike. Received: "
-                f"skewed_shards=True, {batch_shares=}, {outer_optimizer=}, {codec=}."
-            )
-        if compensation == "momentum" and (skewed_shards or outer_optimizer is not None or codec_selects):
-            raise ValueError(
-                "`compensation` must not be 'momentum' with `skewed_shards`, an `outer_optimizer`, or a codec that "
-                "selects values: velocities are corrected by means of all changes, as they are. Received: "
-                f"compensation='momentum', {skewed_shards=}, {outer_optimizer=}, {codec=}."
-            )
-        if warmup_steps and (delay == AUTO or outer_optimizer is not None or codec_selects):
-            raise ValueError(
-                "`warmup_steps` must be 0 unless a `delay` is given. It must be 0 with an `outer_optimizer` or a codec "
-                "that selects values, too: with these, steps are not those of synchronous training. (`TopK` has "
-                f"`warmup_steps` of its own.) Received: {warmup_steps=}, {delay=}, {outer_optimizer=}, {codec=}."
-            )
         given = DTSSettings(
             delay=delay if delay == AUTO else int(delay),
             interval=interval if interval == AUTO else int(interval),
@@ -226,6 +206,7 @@ class DTSStrategy(ExchangeStrategy):
             warmup_steps=int(warmup_steps),
             on_peer_loss=on_peer_loss or "raise",
         )
+        _refuse_combinations(given, batch_shares, outer_optimizer)
         given = given.with_schedule() if outer_optimizer is not None else given
         self._settings = settings_to_use(given)
         self.hears_of_assignments = self._settings.may_merge_gently
@@ -304,6 +285,30 @@ class DTSStrategy(ExchangeStrategy):
             self.training.shares,
             outer_optimizer=lambda: self._outer_optimizer,
             broadcast=self.training.worker.collectives.broadcast_initial_values,
+        )
+
+
+def _refuse_combinations(given: DTSSettings, batch_shares: object, outer_optimizer: object) -> None:
+    """Raises ValueError if arguments exclude each other."""
+    codec, selects_or_steps = given.codec, given.selection is not None or outer_optimizer is not None
+    if given.skewed_shards and (selects_or_steps or batch_shares is not None):
+        raise ValueError(
+            "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that selects "
+            "values: velocities are corrected for means of all changes, in which all ranks count alike. Received: "
+            f"skewed_shards=True, {batch_shares=}, {outer_optimizer=}, {codec=}."
+        )
+    if given.corrects_momentum and (selects_or_steps or given.skewed_shards):
+        raise ValueError(
+            "`compensation` must not be 'momentum' with `skewed_shards`, an `outer_optimizer`, or a codec that "
+            "selects values: velocities are corrected by means of all changes, as they are. Received: "
+            f"compensation='momentum', skewed_shards={given.skewed_shards}, {outer_optimizer=}, {codec=}."
+        )
+    if given.warmup_steps and (selects_or_steps or given.delay == AUTO):
+        raise ValueError(
+            "`warmup_steps` must be 0 unless a `delay` is given. It must be 0 with an `outer_optimizer` or a codec "
+            "that selects values, too: with these, steps are not those of synchronous training. (`TopK` has "
+            f"`warmup_steps` of its own.) Received: warmup_steps={given.warmup_steps}, delay={given.delay!r}, "
+            f"{outer_optimizer=}, {codec=}."
         )
 
 

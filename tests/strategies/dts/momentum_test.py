@@ -12,11 +12,10 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.runtime.autotuning import Setting
 from support import REFUSALS, fewer_steps, in_process, linear_loss, scripted_choices
+from support.least_squares import BATCH_SIZE, NUM_ROWS, gradient_in, linear_gradient, problem, rows_of, summed_square
 from support.references import int8, mesh_mean, momentum_windows, truncate16
 
-_BATCH_SIZE = 60
-_NUM_ROWS = 480
-_NUM_STEPS = 2 * _NUM_ROWS // _BATCH_SIZE
+_NUM_STEPS = 2 * NUM_ROWS // BATCH_SIZE
 _RATE = 0.05
 _MOMENTUM = 0.9
 
@@ -25,75 +24,55 @@ def _cluster(world_size, **settings):
     return in_process(functools.partial(hop_tf.DTSStrategy, compensation="momentum"), world_size, **settings)
 
 
-@functools.cache
-def _problem(num_outputs=4):
-    """Returns inputs, targets and initial weights of least squares."""
-    random = np.random.default_rng(0)
-    x = random.normal(size=(_NUM_ROWS, 3)).astype(np.float32)
-    y = x @ random.normal(size=(3, num_outputs)) + random.normal(size=(_NUM_ROWS, num_outputs))
-    return x, y.astype(np.float32), random.normal(size=(3, num_outputs)).astype(np.float32)
-
-
-def _rows_of(step, rank, world_size):
-    start, share = step * _BATCH_SIZE % _NUM_ROWS, _BATCH_SIZE // world_size
-    return slice(start + rank * share, start + (rank + 1) * share)
-
-
-def _reference(world_size, delay, interval, nesterov=False, rate=lambda step: _RATE, num_outputs=4, **arguments):
-    x, y, w = _problem(num_outputs)
-
-    def gradient(rank, step, w):
-        rows = _rows_of(step, rank, world_size)
-        return 2 / (rows.stop - rows.start) * x[rows].T.astype(np.float64) @ (x[rows] @ w - y[rows])
-
-    schedule = {"delay": delay, "interval": interval, "num_steps": _NUM_STEPS}
+def _reference(world_size, delay, interval, nesterov=False, num_outputs=4, **arguments):
+    settings = {"world_size": world_size, "delay": delay, "interval": interval, "num_steps": _NUM_STEPS}
+    gradient, w = gradient_in(world_size, num_outputs), problem(num_outputs)[2]
     return momentum_windows(
-        w, rate, gradient, momentum=_MOMENTUM, nesterov=nesterov, world_size=world_size, **schedule, **arguments
+        w, lambda step: _RATE, gradient, momentum=_MOMENTUM, nesterov=nesterov, **settings, **arguments
     )
-
-
-def _summed_square(y_true, y_pred):
-    return tf.reduce_sum(tf.square(y_true - y_pred), axis=-1)
 
 
 def _sgd(rate=_RATE, **arguments):
     return keras.optimizers.SGD(rate, momentum=_MOMENTUM, **arguments)
 
 
-def _decaying(step):
-    return _RATE * 0.5 ** (step / 10)
-
-
-def _compiled(strategy, optimizer=None, loss=_summed_square, num_outputs=4, layers=(), **compile_args):
+def _compiled(strategy, optimizer=None, loss=summed_square, num_outputs=4, layers=(), **compile_args):
     with strategy.scope():
         kernel = keras.layers.Dense(num_outputs, use_bias=False)
         model = keras.Sequential([keras.Input((3,)), *layers, kernel])
-        kernel.set_weights([_problem(num_outputs)[2]])
+        kernel.set_weights([problem(num_outputs)[2]])
         model.compile(optimizer or _sgd(), loss, **compile_args)
     return model
 
 
 def _fit(model, rows=slice(None), **arguments):
-    x, y, _ = _problem(model.output_shape[-1])
-    return model.fit(x[rows], y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0, **arguments)
+    x, y, _ = problem(model.output_shape[-1])
+    return model.fit(x[rows], y[rows], batch_size=BATCH_SIZE, shuffle=False, verbose=0, **arguments)
 
 
 def _steps(first, stop):
-    return slice(first * _BATCH_SIZE, stop * _BATCH_SIZE)
+    return slice(first * BATCH_SIZE, stop * BATCH_SIZE)
 
 
 def _state(model):
     return [*model.get_weights(), *(velocity.numpy() for velocity in model.optimizer.momentums)]
 
 
+def _train(strategy, optimizer=None, **arguments):
+    """Trains; returns the weights after each step, and the final state."""
+    model, history = _compiled(strategy, optimizer, **arguments), []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: history.append(model.get_weights()[0])
+    )
+    _fit(model, epochs=2, callbacks=[record])
+    return history, _state(model)
+
+
 def _synchronous(make_optimizer, num_steps):
     """Returns weights and velocity after Keras's own SGD has applied mean gradients that do not depend on weights."""
-    x, y, w = _problem()
-    variable, optimizer = keras.Variable(w), make_optimizer()
+    variable, optimizer = keras.Variable(problem()[2]), make_optimizer()
     for step in range(num_steps):
-        rows = _rows_of(step, 0, 1)
-        gradient = x[rows].astype(np.float64).T @ y[rows] / len(x[rows])
-        optimizer.apply([tf.constant(gradient, tf.float32)], [variable])
+        optimizer.apply([tf.constant(linear_gradient(step), tf.float32)], [variable])
     return [variable.numpy(), optimizer.momentums[0].numpy()]
 
 
@@ -121,17 +100,10 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
         self, world_size, delay, interval, rule=(), compile_args=(), num_early=0
     ):
         rule = dict(rule)
-
-        def run(strategy):
-            model, history = _compiled(strategy, _sgd(**rule), **dict(compile_args)), []
-            record = keras.callbacks.LambdaCallback(
-                on_train_batch_end=lambda batch, logs: history.append(model.get_weights()[0])
-            )
-            _fit(model, epochs=2, callbacks=[record])
-            return history, _state(model)
-
         history, final = _reference(world_size, delay, interval, **rule, warmup_steps=num_early)
-        results = _cluster(world_size, delay=delay, interval=interval, warmup_steps=num_early).run(run)
+        results = _cluster(world_size, delay=delay, interval=interval, warmup_steps=num_early).run(
+            lambda strategy: _train(strategy, _sgd(**rule), **dict(compile_args))
+        )
         for rank, (of_rank, state) in enumerate(results):
             if "steps_per_execution" not in compile_args:
                 self.assertAllClose(of_rank, [weights[rank] for weights in history], rtol=1e-5, atol=1e-5)
@@ -163,19 +135,12 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_equals_the_reference_with_codec(self, world_size, codec, reference):
         """The first means are equal, except for values at the border of two codes, which may get either code."""
-
-        def run(strategy):
-            model, history = _compiled(strategy, num_outputs=1024), []
-            record = keras.callbacks.LambdaCallback(
-                on_train_batch_end=lambda batch, logs: history.append(model.get_weights()[0])
-            )
-            _fit(model, epochs=2, callbacks=[record])
-            return history, _state(model)
-
         arguments = {"world_size": world_size, "delay": 3, "interval": 2, "num_outputs": 1024}
         history, final = _reference(**arguments, mean=mesh_mean(reference))
         lossy = np.mean(np.abs(_reference(**arguments)[1] - final))
-        results = _cluster(world_size, delay=3, interval=2, codec=codec).run(run)
+        results = _cluster(world_size, delay=3, interval=2, codec=codec).run(
+            lambda strategy: _train(strategy, num_outputs=1024)
+        )
         for rank, (of_rank, state) in enumerate(results):
             early = np.isclose(of_rank[:6], [weights[rank] for weights in history[:6]], rtol=1e-5, atol=1e-5)
             self.assertGreater(np.mean(early), 0.9)
@@ -187,13 +152,13 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
         def run(strategy):
             normalization = keras.layers.BatchNormalization(momentum=0.5)
             model = _compiled(strategy, layers=[normalization])
-            x, y, _ = _problem()
-            model.fit(x + 3 * strategy.rank, y, batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+            x, y, _ = problem()
+            model.fit(x + 3 * strategy.rank, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
             return [*_state(model), *(weight.numpy() for weight in model.non_trainable_weights)]
 
-        mean, variance, x = np.zeros(3), np.ones(3), _problem()[0]
-        for step in range(_NUM_ROWS // _BATCH_SIZE):
-            of_ranks = [x[_rows_of(step, rank, 2)] + 3 * rank for rank in range(2)]
+        mean, variance, x = np.zeros(3), np.ones(3), problem()[0]
+        for step in range(NUM_ROWS // BATCH_SIZE):
+            of_ranks = [x[rows_of(step, rank, 2)] + 3 * rank for rank in range(2)]
             mean = 0.5 * (mean + np.mean([rows.mean(0) for rows in of_ranks], axis=0))
             variance = 0.5 * (variance + np.mean([rows.var(0) for rows in of_ranks], axis=0))
         results = _cluster(2, delay=2, interval=3).run(run)
@@ -212,7 +177,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
             return _state(model)
 
         # Later steps move the new weights by what the velocity is by then.
-        at, after = (_synchronous(_sgd, num_steps)[0] for num_steps in (4, _NUM_ROWS // _BATCH_SIZE))
+        at, after = (_synchronous(_sgd, num_steps)[0] for num_steps in (4, NUM_ROWS // BATCH_SIZE))
         results = _cluster(2, delay=2, interval=2).run(run)
         self.assertAllClose(results[0][0], new + after - at, rtol=1e-5, atol=1e-5)
         self.assert_equal_states(results)
@@ -243,7 +208,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
 
         results = _cluster(2, delay=2, interval=1).run(run)
         if "clipnorm" not in arguments:
-            synchronous = _synchronous(functools.partial(_sgd, **arguments), _NUM_ROWS // _BATCH_SIZE)
+            synchronous = _synchronous(functools.partial(_sgd, **arguments), NUM_ROWS // BATCH_SIZE)
             self.assertAllClose(results[0][0], synchronous[0], rtol=1e-5, atol=1e-5)
         self.assert_equal_states(results)
 
@@ -260,7 +225,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
 
         with scripted_choices(lambda window: Setting(0, [1, 3, 6, 2][window // 4 % 4])):
             results = _cluster(2).run(run)
-        expected = _synchronous(_sgd, 6 * _NUM_ROWS // _BATCH_SIZE)
+        expected = _synchronous(_sgd, 6 * NUM_ROWS // BATCH_SIZE)
         self.assertContainsSubset({0, 2, 5}, delays)
         for mine, synchronous in zip(results[0], expected, strict=True):
             self.assertAllClose(mine, synchronous, rtol=1e-5, atol=1e-5)

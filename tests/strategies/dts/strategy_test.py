@@ -14,12 +14,11 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.strategies.dts.exchange import DTSExchange
 from support import REFUSALS, OwnOptimizers, Unused, fewer_steps, in_process, linear_loss, two_kernels
+from support.least_squares import BATCH_SIZE, NUM_ROWS, gradient_in, linear_gradient, problem, rows_of, summed_square
 from support.references import adam, gentle_windows, int8, late_windows, mesh_mean, sgd, truncate16
 
 _OPTIONS = hop_tf.CommunicationOptions(timeout_seconds=60)
-_BATCH_SIZE = 60
-_NUM_ROWS = 480
-_NUM_STEPS = 2 * _NUM_ROWS // _BATCH_SIZE
+_NUM_STEPS = 2 * NUM_ROWS // BATCH_SIZE
 _RATE = 0.05
 _EPSILON = 1e-2  # With Adam's default, rounding errors have as much effect as gradients.
 
@@ -28,70 +27,37 @@ def _cluster(world_size, **settings):
     return in_process(hop_tf.DTSStrategy, world_size, **settings)
 
 
-# Least squares.
-
-
-@functools.cache
-def _problem(num_outputs):
-    """Returns inputs, targets and initial weights."""
-    random = np.random.default_rng(0)
-    x = random.normal(size=(_NUM_ROWS, 3)).astype(np.float32)
-    y = x @ random.normal(size=(3, num_outputs)) + random.normal(size=(_NUM_ROWS, num_outputs))
-    return x, y.astype(np.float32), random.normal(size=(3, num_outputs)).astype(np.float32)
-
-
-def _rows_of(step, rank, world_size):
-    start, share = step * _BATCH_SIZE % _NUM_ROWS, _BATCH_SIZE // world_size
-    return slice(start + rank * share, start + (rank + 1) * share)
-
-
 def _reference(world_size, delay, interval, update, num_outputs=4, num_steps=_NUM_STEPS, rule=None, **arguments):
-    x, y, w = _problem(num_outputs)
-
-    def gradient(rank, step, w):
-        rows = _rows_of(step, rank, world_size)
-        return 2 / (rows.stop - rows.start) * x[rows].T.astype(np.float64) @ (x[rows] @ w - y[rows])
-
+    gradient = gradient_in(world_size, num_outputs)
     settings = {"world_size": world_size, "delay": delay, "interval": interval, "num_steps": num_steps}
     rule = rule or (gentle_windows if 3 <= delay >= interval else late_windows)
-    return rule(w, update, gradient, **settings, **arguments)
-
-
-def _summed_square(y_true, y_pred):
-    return tf.reduce_sum(tf.square(y_true - y_pred), axis=-1)
-
-
-def _linear_gradient(step, rank=0, world_size=1):
-    """Returns the gradient of a rank, by default that of all ranks."""
-    x, y, _ = _problem(4)
-    rows = _rows_of(step, rank, world_size)
-    return x[rows].astype(np.float64).T @ y[rows] / len(x[rows])
+    return rule(problem(num_outputs)[2], update, gradient, **settings, **arguments)
 
 
 def _applied(make_optimizer, gradients):
     """Returns the initial weights after one of Keras's optimizers has applied the gradients."""
-    variable, optimizer = keras.Variable(_problem(4)[2]), make_optimizer()
+    variable, optimizer = keras.Variable(problem(4)[2]), make_optimizer()
     for gradient in gradients:
         optimizer.apply([tf.constant(gradient, tf.float32)], [variable])
     return variable.numpy()
 
 
 def _linear_result(make_optimizer, steps=range(_NUM_STEPS)):
-    return _applied(make_optimizer, [_linear_gradient(step) for step in steps])
+    return _applied(make_optimizer, [linear_gradient(step) for step in steps])
 
 
-def _compiled(strategy, make_optimizer, loss=_summed_square, num_outputs=4, dtype=None, **compile_args):
+def _compiled(strategy, make_optimizer, loss=summed_square, num_outputs=4, dtype=None, **compile_args):
     with strategy.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(num_outputs, use_bias=False, dtype=dtype)])
-        model.set_weights([_problem(num_outputs)[2]])
+        model.set_weights([problem(num_outputs)[2]])
         model.compile(make_optimizer(), loss, **compile_args)
     return model
 
 
 def _fit(model, num_steps=None, first_step=0, **arguments):
-    x, y, _ = _problem(model.output_shape[-1])
-    rows = slice(first_step * _BATCH_SIZE, None if num_steps is None else (first_step + num_steps) * _BATCH_SIZE)
-    model.fit(x[rows], y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0, **arguments)
+    x, y, _ = problem(model.output_shape[-1])
+    rows = slice(first_step * BATCH_SIZE, None if num_steps is None else (first_step + num_steps) * BATCH_SIZE)
+    model.fit(x[rows], y[rows], batch_size=BATCH_SIZE, shuffle=False, verbose=0, **arguments)
 
 
 def _weights(model):
@@ -256,15 +222,15 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_data_of_unknown_length(self, kind):
         """At the end of each epoch a step begins whose batch never comes."""
-        x, y, _ = _problem(4)
+        x, y, _ = problem(4)
 
         def generate():
-            for step in range(_NUM_ROWS // _BATCH_SIZE):
-                yield tuple(values[_rows_of(step, 0, 1)] for values in (x, y))
+            for step in range(NUM_ROWS // BATCH_SIZE):
+                yield tuple(values[rows_of(step, 0, 1)] for values in (x, y))
 
         def run(strategy):
             if kind == "filtered":
-                dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(_BATCH_SIZE).filter(lambda x, y: True)
+                dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH_SIZE).filter(lambda x, y: True)
             else:
                 specs = tuple(tf.TensorSpec((None, values.shape[1])) for values in (x, y))
                 dataset = tf.data.Dataset.from_generator(generate, output_signature=specs)
@@ -272,7 +238,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
             model.fit(dataset, epochs=3, verbose=0)
             return _weights(model), strategy.report()["steps"]
 
-        num_steps = 3 * _NUM_ROWS // _BATCH_SIZE
+        num_steps = 3 * NUM_ROWS // BATCH_SIZE
         _, expected = _reference(2, 3, 5, sgd(_RATE, 0.9), num_steps=num_steps)
         for last, num_steps_of_rank in _cluster(2, delay=3, interval=5).run(run):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
@@ -308,13 +274,13 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
 
 def _network(strategy, make_optimizer):
     """Trains dense layers with batch normalization on rows that differ between ranks; returns all weights."""
-    x, y, _ = _problem(4)
+    x, y, _ = problem(4)
     with strategy.scope():
         layers = [keras.layers.Dense(40, "relu"), keras.layers.BatchNormalization(momentum=0.9), keras.layers.Dense(4)]
         model = keras.Sequential([keras.Input((3,)), *layers])
         model.compile(make_optimizer(), "mse")
     for rows in (slice(0, 420), slice(0, 120)):
-        model.fit(x[rows], y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+        model.fit(x[rows], y[rows], batch_size=BATCH_SIZE, shuffle=False, verbose=0)
     return model.get_weights()
 
 
@@ -363,10 +329,10 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
             rate = _RATE * (1 + strategy.rank)
             return _train(strategy, lambda: keras.optimizers.SGD(rate), [_SetRate(rate)], loss=linear_loss)[1]
 
-        expected = _problem(4)[2].astype(np.float64)
+        expected = problem(4)[2].astype(np.float64)
         for step in range(_NUM_STEPS):
             rates = _RATE, _RATE * (2 if step else 1)
-            expected -= sum(rate / 2 * _linear_gradient(step, rank, 2) for rank, rate in enumerate(rates))
+            expected -= sum(rate / 2 * linear_gradient(step, rank, 2) for rank, rate in enumerate(rates))
         results = _cluster(2, delay=3, interval=2).run(run)
         self.assertAllClose(results[0], expected, rtol=1e-5, atol=1e-5)
         self.assertAllEqual(*results)
@@ -440,7 +406,7 @@ class TrafficTest(tf.test.TestCase, parameterized.TestCase):
 
 
 def _two_kernels():
-    return two_kernels(3, 4, keras.initializers.Constant(_problem(4)[2]))
+    return two_kernels(3, 4, keras.initializers.Constant(problem(4)[2]))
 
 
 class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
@@ -452,7 +418,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         def make_optimizer():
             return keras.optimizers.Adam(0.01)
 
-        alone = [[_linear_gradient(step, rank, 2) for step in range(_NUM_STEPS)] for rank in range(2)]
+        alone = [[linear_gradient(step, rank, 2) for step in range(_NUM_STEPS)] for rank in range(2)]
         expected = np.mean([_applied(make_optimizer, gradients) for gradients in alone], axis=0)
         for _, last, _ in _cluster(2, delay=3, interval=2, codec=codec).run(
             lambda s: _train(s, make_optimizer, loss=linear_loss)
@@ -499,7 +465,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
         def run(strategy):
             with strategy.scope():
                 model = keras.Sequential([keras.Input((3,)), Unused(), keras.layers.Dense(4, use_bias=False)])
-                model.set_weights([np.ones(3), _problem(4)[2]])
+                model.set_weights([np.ones(3), problem(4)[2]])
                 optimizer = keras.optimizers.LossScaleOptimizer(make_optimizer(), initial_scale=8.0)
                 model.compile(optimizer, linear_loss)
             _fit(model, epochs=2)
@@ -572,9 +538,9 @@ class TopKTest(tf.test.TestCase, parameterized.TestCase):
             return _weights(model)
 
         # Both ranks add half of all that both have sent. In the end rank 0 adds all the rest of its own.
-        total = 2 * _problem(4)[2].astype(np.float64)
-        for rank, num_steps in ((0, _NUM_ROWS // _BATCH_SIZE), (1, 5)):
-            total -= _RATE * np.sum([_linear_gradient(step, rank, 2) for step in range(num_steps)], axis=0)
+        total = 2 * problem(4)[2].astype(np.float64)
+        for rank, num_steps in ((0, NUM_ROWS // BATCH_SIZE), (1, 5)):
+            total -= _RATE * np.sum([linear_gradient(step, rank, 2) for step in range(num_steps)], axis=0)
         last, early = _cluster(2, delay=2, interval=2, codec=codecs.TopK(ratio=0.1)).run(run)
         self.assertAllClose(last + early, total, rtol=1e-5, atol=1e-5)
         self.assertGreater(np.abs(last - early).max(), 0.01)
@@ -598,14 +564,14 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             return _weights(model), strategy.report()["steps"]
 
         def total(steps, rank):
-            return np.sum([_linear_gradient(step, rank, 2) for step in steps], axis=0)
+            return np.sum([linear_gradient(step, rank, 2) for step in steps], axis=0)
 
         (last, num_steps), (early, _) = _cluster(2, delay=2, interval=3).run(run)
         self.assertEqual(num_steps, _NUM_STEPS)
         # Two windows of both. Rank 1's step 6, if there is one, joins rank 0's third window.
         both = (total(range(6), 0) + total(range(6), 1)) / 2
         third = total(range(6, 9), 0) if num_early == 6 else (total(range(6, 9), 0) + total([6], 1)) / 2
-        expected = _problem(4)[2] - _RATE * (both + third)
+        expected = problem(4)[2] - _RATE * (both + third)
         self.assertAllClose(early, expected, rtol=1e-5, atol=1e-5)
         self.assertAllClose(last, expected - _RATE * total(range(9, _NUM_STEPS), 0), rtol=1e-5, atol=1e-5)
 
@@ -666,7 +632,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self, interval, gradient_accumulation_steps=None, num_batches=(_NUM_STEPS,)
     ):
         """Statistics follow the data of all ranks, also of steps without an update, even of a whole `fit`."""
-        x, y, _ = _problem(4)
+        x, y, _ = problem(4)
         x, y = (np.concatenate([values] * 3) for values in (x, y))
 
         def run(strategy):
@@ -676,13 +642,13 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
                 )
                 model.compile(_sgd(momentum=0.9, gradient_accumulation_steps=gradient_accumulation_steps)(), "mse")
             for number in num_batches:
-                rows = slice(number * _BATCH_SIZE)
-                model.fit(x[rows] + 3 * strategy.rank, y[rows], batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+                rows = slice(number * BATCH_SIZE)
+                model.fit(x[rows] + 3 * strategy.rank, y[rows], batch_size=BATCH_SIZE, shuffle=False, verbose=0)
             return [weight.numpy() for weight in model.non_trainable_weights]
 
         mean, variance = np.zeros(3), np.ones(3)
         for step in (step for number in num_batches for step in range(number)):
-            of_ranks = [x[_rows_of(step, rank, 2)] + 3 * rank for rank in range(2)]
+            of_ranks = [x[rows_of(step, rank, 2)] + 3 * rank for rank in range(2)]
             mean = 0.5 * (mean + np.mean([rows.mean(0) for rows in of_ranks], axis=0))
             variance = 0.5 * (variance + np.mean([rows.var(0) for rows in of_ranks], axis=0))
         results = _cluster(2, delay=2, interval=interval).run(run)
@@ -701,7 +667,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             model = _compiled(strategy, _sgd(momentum=0.9))
             with self.assertRaises(KeyError):
                 _fit(model, callbacks=[_on_batch(4, fail)])
-            model.set_weights([_problem(4)[2]])
+            model.set_weights([problem(4)[2]])
             for variable in (model.optimizer.iterations, *model.optimizer.momentums):
                 variable.assign(tf.zeros_like(variable))
             _fit(model, epochs=2)
@@ -730,9 +696,9 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
             _fit(model, callbacks=callbacks)
             return _weights(model)
 
-        steps = range(_NUM_ROWS // _BATCH_SIZE)
-        change = -_RATE * np.sum([_linear_gradient(step) for step in steps], axis=0)
-        expected = _problem(4)[2] + 2 * change + new / 2 if when.startswith("in") else new + change
+        steps = range(NUM_ROWS // BATCH_SIZE)
+        change = -_RATE * np.sum([linear_gradient(step) for step in steps], axis=0)
+        expected = problem(4)[2] + 2 * change + new / 2 if when.startswith("in") else new + change
         results = _cluster(2, delay=2, interval=2).run(run)
         self.assertAllClose(results[0], expected, rtol=1e-5, atol=1e-5)
         self.assertAllEqual(*results)
@@ -743,7 +709,7 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
         {"delay": 4, "interval": 4, "when": "on_train_batch_end"},
         {"delay": 5, "interval": 3, "when": "on_train_batch_begin"},
         {"delay": 3, "interval": 1, "when": "on_epoch_end"},
-        {"delay": 4, "interval": 4, "when": "on_epoch_end", "warmup_steps": _NUM_ROWS // _BATCH_SIZE},
+        {"delay": 4, "interval": 4, "when": "on_epoch_end", "warmup_steps": NUM_ROWS // BATCH_SIZE},
     )
     @pytest.mark.slow(after=1)
     def test_weights_that_all_ranks_assign_stay(self, delay, interval, when, warmup_steps=0):
@@ -763,7 +729,7 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             return seen, _weights(model)
 
         for seen, last in _cluster(2, delay=delay, interval=interval, warmup_steps=warmup_steps).run(run):
-            changed = [index for index, weights in enumerate(seen) if np.any(weights != _problem(4)[2])]
+            changed = [index for index, weights in enumerate(seen) if np.any(weights != problem(4)[2])]
             for weights in [*seen[changed[0] :], last]:
                 self.assertAllClose(weights, new, rtol=1e-6, atol=1e-6)
 
@@ -771,7 +737,7 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.stress(after=1)
     def test_what_is_left_to_approach_is_forgotten(self, delay, interval, epochs):
         """Weights that are assigned after some steps stay. Those that are not assigned lose nothing."""
-        num_steps = 2 * _NUM_ROWS // _BATCH_SIZE
+        num_steps = 2 * NUM_ROWS // BATCH_SIZE
 
         def run(strategy):
             with strategy.scope():
