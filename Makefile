@@ -1,7 +1,8 @@
 # `make demo` and `make test` set up all they need: a virtual environment in .venv with hop_tf and its dependencies.
 #
 #   make demo       four processes train scikit-learn's digits
-#   make test       the test suite without its slow tests; TESTS=all runs those, too, PYTEST_ARGS="-k topology" a part
+#   make test       the test suite without its slow tests; TESTS=all runs those, too, TESTS=2/6 the second of six parts
+#                   of them; PYTEST_ARGS="-k topology" selects by name
 #   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
 #                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
 #   make benchmark  what the core and the transport cost; nothing else should run on the machine
@@ -10,7 +11,7 @@
 #   make lint       ruff's checks and format, and plain English as far as a machine can tell
 #   make dist       the source distribution and a wheel for most Linux systems, into dist; CXX chooses the compiler
 #   make matrix     that wheel, with each Python, TensorFlow and Keras that is supported: hours
-#   make bazel      builds everything and runs the tests with Bazel, offline; TESTS=all runs the slow tests, too
+#   make bazel      builds everything and runs the tests with Bazel, offline; TESTS as above
 #   make clean      removes the virtual environment and everything that was built
 #
 # PYTHON chooses the interpreter, for instance `make test PYTHON=python3.12`.
@@ -32,13 +33,13 @@ INSTALLED := $(VENV)/.installed
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,16s/^# \{0,1\}//p' Makefile
+	@sed -n '3,17s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
 
 test: $(INSTALLED)
-	$(if $(filter all,$(TESTS)),,HOP_TF_QUICK_TESTS=1) $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
+	HOP_TF_TESTS=$(TESTS) $(BIN)/pytest $(PARALLEL) $(PYTEST_ARGS)
 
 stress: $(INSTALLED)
 	for run in $$(seq $(REPEAT)); do \
@@ -82,7 +83,7 @@ bazel: $(INSTALLED)
 	@command -v $(BAZEL) > /dev/null || { [ "$$(id -u)" = 0 ] && apt-get update && apt-get install -y bazel-bootstrap; } || \
 		{ echo "Bazel is missing. On Debian, as root: apt-get install bazel-bootstrap" >&2; exit 1; }
 	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) build //...
-	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) test $(if $(filter all,$(TESTS)),,--test_env=HOP_TF_QUICK_TESTS=1) //...
+	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) test --test_env=HOP_TF_TESTS=$(TESTS) //...
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .nox .pytest_cache .ruff_cache .hypothesis

@@ -39,7 +39,7 @@ def tests(session: nox.Session, tensorflow: str, keras: str) -> None:
     versions = [f"tensorflow-cpu=={tensorflow}.*", "keras" if keras == _NEWEST else f"keras=={keras}.*"]
     _install(session, "cpu,test,examples", *versions)
     arguments = session.posargs or _TESTS
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "HOP_TF_QUICK_TESTS": "1"}
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "HOP_TF_TESTS": "quick"}
     session.run("pytest", "-q", "-n", "3", "--dist", "loadfile", *arguments, env=environment)
 
 

@@ -181,6 +181,7 @@ class BudgetTest(tf.test.TestCase, parameterized.TestCase):
         for field, allowed in dataclasses.asdict(_BUDGET[name]).items():
             self.assertBetween(getattr(cost, field), allowed / 2, allowed, f"{field} of {cost}")
 
+    @pytest.mark.slow
     def test_a_replay_does_not_update_each_small_variable(self):
         added = (_operations_with(2) - _operations_with(1)) / NUM_RANKS / (2 * _NUM_LAYERS)
         self.assertBetween(added, 15, 30)  # If each were updated once more, it would be 101.

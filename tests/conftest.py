@@ -1,7 +1,8 @@
 """Marks the tests that start processes, deselects cases, and fails a test that leaves something behind.
 
-`make test` deselects slow tests, which `make test TESTS=all` runs, as `.ci/run` does. Both deselect the cases of
-`make stress`. A skipped test needs something that is missing on the machine: a GPU, Slurm, Ray, or data.
+`make test` deselects slow tests, `make test TESTS=all` runs them, and `make test TESTS=2/6` the second of six parts of
+them. `.ci/run` takes a part that depends on the commit. All deselect the cases of `make stress`. A skipped test needs
+something that is missing on the machine: a GPU, Slurm, Ray, or data.
 
 A test must not leave behind threads, processes, or changed environment variables. A test class or module may hold such
 things in `setUpClass` and release them in `tearDownClass`: the check runs around every test, and once more around every
@@ -15,10 +16,11 @@ import contextlib
 import gc
 import math
 import os
+import re
 import statistics
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from unittest import mock
 
 import keras  # noqa: F401  (keras and tensorflow set environment variables when they are first imported)
@@ -54,11 +56,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: item.get_closest_marker("multi_process") is None)
     if "HOP_TF_SCHEDULE_SEED" not in os.environ:
         _deselect(config, items, "stress")
-    if "HOP_TF_QUICK_TESTS" in os.environ:
-        _deselect(config, items, "slow")
+    if (tests := os.environ.get("HOP_TF_TESTS", "all")) != "all":
+        _deselect(config, items, "slow", but=() if tests == "quick" else _part(items, tests))
 
 
-def _deselect(config: pytest.Config, items: list[pytest.Item], name: str) -> None:
+def _part(items: list[pytest.Item], tests: str) -> set[pytest.Item]:
+    """Returns a part of the items, such as "2/6", the second of six. It depends on their names alone."""
+    if (match := re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", tests)) is None or int(match[1]) > int(match[2]):
+        raise pytest.UsageError(f"TESTS must be quick, all, or a part such as 2/6. Received: {tests!r}.")
+    number, num_parts = map(int, match.groups())
+    return {item for item in items if zlib.crc32(item.nodeid.encode()) % num_parts == number - 1}
+
+
+def _deselect(config: pytest.Config, items: list[pytest.Item], name: str, but: Container[pytest.Item] = ()) -> None:
     """Removes the cases that a marker leaves out, and keeps the order: all workers of xdist need the same list."""
     cases = collections.defaultdict(list)  # By marker: the cases of a test share theirs.
     for item in items:
@@ -68,7 +78,8 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], name: str) -> Non
     left_out = set()
     for of_test in cases.values():
         of_test.sort(key=_number)
-        left_out.update(_left_out(of_test, **of_test[0].get_closest_marker(name).kwargs))
+        of_marker = _left_out(of_test, **of_test[0].get_closest_marker(name).kwargs)
+        left_out.update(item for item in of_marker if item not in but)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

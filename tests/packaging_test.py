@@ -134,6 +134,7 @@ class PackagingTest(absltest.TestCase):
         self.assertLen(tensorflow, 2)
         self.assertTrue(all("extra ==" in line for line in tensorflow), tensorflow)
 
+    @pytest.mark.slow
     def test_console_script(self):
         (script,) = self.distribution.entry_points
         self.assertEqual((script.group, script.name), ("console_scripts", "hop_tf"))
@@ -156,12 +157,14 @@ class PackagingTest(absltest.TestCase):
                 self.assertLessEqual(tuple(map(int, version.split(b"."))), newest, (library, name))
 
     @_needs_compiler
+    @pytest.mark.slow
     def test_native_libraries(self):
         self.assertEqual(_native_libraries(self.wheel), {"hop_tf/ops/libhop_tf_kernels.so", "hop_tf/ops/hop_tf_ops.so"})
         path = os.pathsep.join([str(self.site_packages), os.environ.get("PYTHONPATH", "")])
         printed = _run(_LOAD_NATIVE, folder=self.site_packages, PYTHONPATH=path)
         self.assertEqual(printed.splitlines()[-1], "[-127, 64] True")
 
+    @pytest.mark.slow
     def test_imports_from_the_wheel(self):
         expected = {_module_name(file): str(self.site_packages / file) for file in _modules()}
         self._check_imports(self.site_packages, expected)

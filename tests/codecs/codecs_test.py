@@ -5,6 +5,7 @@ import math
 import pickle
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 from hypothesis import given, settings
@@ -408,6 +409,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
 
     @settings(deadline=None, max_examples=300)
     @given(data=st.data())
+    @pytest.mark.slow
     def test_sparse_refuses_what_cannot_be(self, data):
         """Bytes of a vector's data are changed, left out and added: they are taken if, and only if, they are sound."""
         num_values = data.draw(st.sampled_from((0, 1, 40, 65536, 65540, 131073)))

@@ -4,6 +4,7 @@ import concurrent.futures
 import itertools
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf import codecs
@@ -24,6 +25,7 @@ class OverSocketsTest(TransportTestMixin, parameterized.TestCase):
     @parameterized.parameters(
         *itertools.product(("mesh", "ring", "bcube:2,2", "tree"), ((5,), (200_000, 3), (0, 70), (3_000_000,)))
     )
+    @pytest.mark.slow(after=1)
     def test_means(self, algorithm, sizes):
         """Of one vector or two; of one chunk, of several, and of nothing; without shared memory in half of them."""
         transports = self.start(_NUM_RANKS, shares_memory=len(sizes) == 1)

@@ -57,6 +57,7 @@ class OceanTest(absltest.TestCase):
             self.assertEqual(report["steps"], 3 * 63)
             self.assertLess(report["wait_seconds"], report["steps"] * _ROUND_TRIP_SECONDS / 2)
 
+    @pytest.mark.slow
     def test_starts_a_script_on_two_hosts(self):
         completed = self._start("0", "--round_trip_seconds=0.01")
         self.assertEqual(completed.returncode, 0, completed.stderr)
@@ -65,6 +66,7 @@ class OceanTest(absltest.TestCase):
             task = json.dumps({"type": "worker", "index": rank})
             self.assertIn(f'"task": {task}}} lo,eth0\n', completed.stdout)
 
+    @pytest.mark.slow
     def test_fails_if_the_script_fails(self):
         completed = self._start("3")
         self.assertIn(" lo,eth0", completed.stdout)  # It was started.

@@ -104,6 +104,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(expected, variable)
         self.assertFalse(self.folder.exists())
 
+    @pytest.mark.slow
     def test_goes_on_as_if_nothing_had_happened(self):
         self.stop(self.make(), _StopAt(3))
         self.assertEqual(self.names(), ["backup_2", "backup_3"])
@@ -126,6 +127,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("write", "sync", "rename")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_an_end_in_the_middle_of_a_write_leaves_the_backup_before(self, where):
         self.stop(self.make(), _StopAt(2))
         patched = {
@@ -213,6 +215,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
         _, epochs = _fit(self.make())
         self.assertEqual(epochs, [2, 3])
 
+    @pytest.mark.slow
     def test_goes_on_from_a_backup_of_keras_s(self):
         self.stop(keras.callbacks.BackupAndRestore(self.folder), _StopAt(2))
         self.assert_goes_on_from(2)
@@ -266,6 +269,7 @@ class KerasBackupsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("latest.weights.h5", "training_metadata.json")
     @pytest.mark.stress(but=1)
+    @pytest.mark.slow
     def test_takes_the_former_files_where_keras_has_kept_them(self, name):
         with self.assertRaises(_StopsError):
             self.fit(_StopAt(3), double_checkpoint=True)

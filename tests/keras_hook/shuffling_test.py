@@ -78,6 +78,7 @@ class ShufflingTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.named_parameters(
         ("arrays", {}), ("py_dataset", {"x": Batches()}), ("py_dataset_of_workers", {"x": BatchesOfWorkers()})
     )
+    @pytest.mark.slow
     def test_ranks_see_each_row_once(self, arguments):
         tf.random.set_seed(None)
         first, second = _of_ranks(**arguments)

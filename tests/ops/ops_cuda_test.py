@@ -349,6 +349,7 @@ class LibraryTest(absltest.TestCase):
         self.assertEqual(library.HopTfCudaInt8WorkspaceBytes(5000, 2048), 12)
 
     @unittest.skipIf(_has_device(), "there is a CUDA device")
+    @pytest.mark.slow
     def test_fails_politely_without_a_device(self):
         library = _library()
         memory = np.zeros(library.HopTfCudaSketchWorkspaceBytes(1), np.uint8)

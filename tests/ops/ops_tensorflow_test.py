@@ -10,6 +10,7 @@ import subprocess
 import unittest
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -286,6 +287,7 @@ class GpuStreamTest(tf.test.TestCase):
         ctypes.CDLL(str(library))._ZNK10tensorflow15OpKernelContext12eigen_deviceIN5Eigen9GpuDeviceEEERKT_v  # noqa: B018
 
     @unittest.skipIf(shutil.which("nvcc") is None, "needs nvcc")
+    @pytest.mark.slow
     def test_layout(self):
         program = pathlib.Path(self.get_temp_dir()) / "layout"
         source = pathlib.Path(__file__).with_name("gpu_stream_layout.cc")

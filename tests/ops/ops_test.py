@@ -662,6 +662,7 @@ class ArraysTest(_OpsTestCase):
 
 class GraphTest(_OpsTestCase):
     @parameterized.parameters("native", "fallback")
+    @pytest.mark.slow(after=1)
     def test_works_with_unknown_shapes(self, which):
         @tf.function(input_signature=[tf.TensorSpec(None, tf.float32)])
         def exchange(values):

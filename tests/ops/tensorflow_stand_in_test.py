@@ -11,6 +11,7 @@ import subprocess
 import sys
 import unittest
 
+import pytest
 from absl.testing import absltest
 
 _FOLDER = pathlib.Path(__file__).resolve().parent / "stand_in"
@@ -35,6 +36,7 @@ class TensorFlowStandInTest(absltest.TestCase):
         print(result.stdout)
         self.assertEqual(result.returncode, 0, f"{name} failed; its output is above.")
 
+    @pytest.mark.slow
     def test_operations(self):
         self.run_program("operations.py")
 

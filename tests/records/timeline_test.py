@@ -180,6 +180,7 @@ class TimelineTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(but=1)
+    @pytest.mark.slow
     def test_every_strategy_has_the_same_keys(self, name):
         MEMBERS[name].run(_train, options=self.options)
         job = read_job(self.directory)

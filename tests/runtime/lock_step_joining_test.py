@@ -427,6 +427,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_another_one_is_killed_meanwhile(self, part, kind):
         """While a rank joins, another is killed at any event, also the one that gives its state, or the same again."""
         random, event, others = _two_events(part, kind)
@@ -443,6 +444,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_another_one_is_killed_while_it_loads_its_data(self, part, kind):
         """The loading process has met some of the others, and hears of the loss. It still takes part."""
         random, event, others = _two_events(part, kind, parts=(4, 3))
@@ -482,6 +484,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=["mesh at once", "mesh late", "windows", "chosen"])
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_another_one_is_stopped_or_killed_meanwhile(self, part, kind):
         """The second rank may be the same as the first."""
         random, event, others = _two_events(part, kind)
@@ -500,6 +503,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 num_joined += self.check(job.run())
         self.assertGreater(num_joined, 0)
 
+    @pytest.mark.slow
     def test_schedules_change(self):
         """Ranks that choose schedules change them often."""
         widths = [Job(**_KINDS["chosen"], seed=seed).run().widths for seed in range(8)]

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -77,6 +78,7 @@ class MissedStepsTest(tf.test.TestCase, parameterized.TestCase):
             cls.ranks = runner.join().raise_for_errors().values
 
     @parameterized.parameters(*range(len(_CASES)))
+    @pytest.mark.slow(after=1)
     def test_batches_are_passed_over(self, case):
         options, steps, _ = _CASES[case]
         size = options.get("gradient_accumulation_steps", 1)

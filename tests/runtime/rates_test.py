@@ -86,6 +86,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("replay", "bsp", "synchronous", "none")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_the_same_callback_on_all_ranks(self, strategy):
         with self.assertLogs(level="WARNING") as logs:
             logging.warning("There is one at least.")

@@ -180,6 +180,7 @@ class StepStatisticsTest(tf.test.TestCase):
 
         return run_fed
 
+    @pytest.mark.slow
     def test_computing_is_what_is_left_of_a_step_without_waiting(self):
         statistics = StepStatistics()
         run = self.make_steps(statistics)

@@ -224,6 +224,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_BY_IMPORTANCE)
     @pytest.mark.stress(but=3)
+    @pytest.mark.slow(after=1)
     def test_when_the_last_epoch_has_ended(self, name):
         """No step follows in which the assignment would count. SHAT ends with the servers' weights, and refuses it."""
 

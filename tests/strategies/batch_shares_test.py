@@ -82,6 +82,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(name=[*_SYNCHRONOUS], optimizer=[*_OPTIMIZERS])  # The first two: Pipe-SGD.
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_equals_one_device(self, name, optimizer):
         """Weights and logs are equal, also with sample weights, and a smaller last batch."""
         self.check(_SYNCHRONOUS[name], lambda: _network(_OPTIMIZERS[optimizer]()), _SHARES)
@@ -99,6 +100,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_SYNCHRONOUS)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_moving_statistics_are_means_by_rows(self, name):
         x, y, _ = _data()
 
@@ -138,6 +140,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd", "dts", "shat")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_custom_loop_weighs_its_rows_itself(self, name):
         """Losses over `global_batch_size` let gradients add up. A rank that is left alone has the mean of its rows."""
         x, y, _ = _data()
@@ -285,6 +288,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((3, 2), (0, 1), (0, 2))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_dts_takes_means_of_changes_by_rows(self, delay, interval):
         """After 6 steps all windows are whole. With a linear loss, changes do not depend on weights."""
         member = Member(lambda **arguments: hop_tf.DTSStrategy(delay=delay, interval=interval, **arguments))

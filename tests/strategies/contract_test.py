@@ -432,6 +432,7 @@ class ContractTest(_OfAllMembers):
 
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(but=1)
+    @pytest.mark.slow
     def test_a_split_for_validation(self, name):
         def train(strategy):
             return _fit(_compiled(strategy, metrics=[_Rows()]), validation_split=0.25)["val_rows"]

@@ -190,6 +190,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("or take AutoShardPolicy.DATA", second)
         self.assertRegex(first, "rank 1 of 2 has no data|the dataset only has 1 file")  # The latter is TensorFlow's.
 
+    @pytest.mark.slow
     def test_models_for_one_batch_size(self):
         """The settings that the error recommends work."""
         x, y = np.ones((32, 3, 2), np.float32), np.ones((32, 1), np.float32)

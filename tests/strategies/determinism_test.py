@@ -89,6 +89,7 @@ class DeterminismTest(tf.test.TestCase, parameterized.TestCase):
         first, second = run(0), run(1)
         tf.nest.map_structure(self.assertAllEqual, first, second)  # With History.
 
+    @pytest.mark.slow
     def test_times_are_not_taken(self):
         folder = self.enterContext(tempfile.TemporaryDirectory())
 

@@ -186,6 +186,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
             for of_rank in InProcessCluster(num_ranks, make).run(functools.partial(_train, **_CASES[name])):
                 self.check(of_rank, name)
 
+    @pytest.mark.slow
     def test_bytes_on_the_wire_do_not_depend_on_the_number_of_devices(self):
         def run(strategy):
             with strategy.scope():
@@ -219,6 +220,7 @@ class DevicesTest(tf.test.TestCase, parameterized.TestCase):
             for copy in variable.value.values:
                 self.assertAllClose(copy, expected, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_single_batches_and_models_that_are_saved(self):
         x, y = _rows()
         strategy = hop_tf.PipeSGDStrategy(devices=TWO_DEVICES)

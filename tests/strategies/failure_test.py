@@ -316,6 +316,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         exit_codes = [result.exit_code for result in runner.join().workers]
         self.assertEqual(exit_codes, [1, exit_code] + [1] * (num_workers - 2))
 
+    @pytest.mark.slow
     def test_a_rank_that_is_never_started_is_named_by_all(self):
         addresses = self.reserve(3)
         runner = self.start_together(train_until_it_fails, 2, addresses, self.gates, _IMPATIENT)

@@ -132,6 +132,7 @@ def _misplaced(name, settings):
 class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
     @pytest.mark.stress(but=3)
+    @pytest.mark.slow(after=1)
     def test_threads_run_operations_on_the_host(self, name):
         options = hop_tf.CommunicationOptions(
             timeout_seconds=60, log_dir=self.get_temp_dir(), report_interval_seconds=0.05
@@ -160,6 +161,7 @@ class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):
         ("dts", {"on_peer_loss": "continue", "batch_shares": "auto"}),
     )
     @pytest.mark.stress(but=3)
+    @pytest.mark.slow(after=1)
     def test_steps_are_counted_on_the_host(self, name, settings):
         num_ps = MEMBERS[name].num_ps
         with MultiProcessRunner(_misplaced, NUM_RANKS, num_ps=num_ps, args=(name, settings)) as runner:

@@ -104,6 +104,7 @@ class LeftBehindFitTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_it_joins_again(self, name):
         self._train(name)
 
@@ -115,9 +116,11 @@ class LeftBehindFitTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(4, 5)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_between_two_batches_of_an_update(self, batch):
         self._train("pipe_sgd_sync", batch=batch, accumulation=3)
 
+    @pytest.mark.slow
     def test_data_of_unknown_length_and_validation(self):
         def from_generator(x, y):
             rows = tf.TensorSpec((4,), tf.float32), tf.TensorSpec((1,), tf.float32)

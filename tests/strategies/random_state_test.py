@@ -144,6 +144,7 @@ class DrawsTest(tf.test.TestCase, parameterized.TestCase):
         of_ranks = MEMBERS["pipe_sgd"].run(lambda strategy: _train(strategy, _many, num_steps=1))
         self._check(of_ranks, *_plain(_many, num_steps=1))
 
+    @pytest.mark.slow
     def test_devices_draw_their_own(self):
         of_ranks = ON_TWO_DEVICES["pipe_sgd_on_two_devices"].run(
             lambda strategy: _train(strategy, _dropout, 2 * NUM_RANKS)
@@ -247,6 +248,7 @@ class ReplicasTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(of_loop, [[rank * number + each, number * NUM_RANKS] for each in range(number)])
             self.assertEqual(values, of_loop)
 
+    @pytest.mark.slow
     def test_ranks_with_different_numbers_of_devices(self):
         def make(cluster_resolver):
             devices = [TWO_DEVICES, TWO_DEVICES[:1], TWO_DEVICES][cluster_resolver.task_id]

@@ -134,6 +134,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         for _, _, weights in results:
             self.assertAllClose(_undisturbed(), weights, rtol=1e-4, atol=1e-6)
 
+    @pytest.mark.slow
     def test_more_ranks_than_before_where_ranks_do_not_wait_for_each_other(self):
         for rank in range(2):
             restored = _crash_with_backup(self.path(rank), AtomicBackupAndRestore)
@@ -323,6 +324,7 @@ class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
             results = MEMBERS["dts"].run(lambda strategy: _fit_to_restore(strategy, [keras.callbacks.EarlyStopping()]))
         self.assertLen(results, 2)
 
+    @pytest.mark.slow
     def test_a_rank_that_ends_early_waits_without_being_waited_for(self):
         def train(strategy):
             model, _ = _fit_to_restore(strategy, [_KeepsEpochEnd()], num_epochs=2 + strategy.rank)
@@ -332,6 +334,7 @@ class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
             MEMBERS["pipe_sgd"].run(train)
         self.assertIn("Call `strategy.synchronize(model)`", " ".join(logs.output))
 
+    @pytest.mark.slow
     def test_a_rank_whose_last_callback_fails_is_not_waited_for(self):
         class Fails(_KeepsEpochEnd):
             def on_train_end(self, logs=None):

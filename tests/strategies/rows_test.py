@@ -129,6 +129,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_LOCK_STEP)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_in_lock_step_only_the_rows_of_the_loss_are_left_out(self, name):
         make, settings, num_lost = _LOCK_STEP[name]
         num_steps, last_step, victim = 12, 3, 1
@@ -161,6 +162,7 @@ class FailureTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(name=["pipe_sgd_sync", "canary"], arguments=[{"steps_per_execution": 5}, {"run_eagerly": 1}])
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_ways_to_run_steps(self, name, arguments):
         make, settings, num_lost = _LOCK_STEP[name]
         num_steps, last_step = 15, 4

@@ -284,6 +284,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_KEEPS_A_COPY)
     @pytest.mark.stress(but=1)
+    @pytest.mark.slow
     def test_a_function_that_was_traced_before_the_first_step(self, name):
         def run(strategy):
             with strategy.scope():
@@ -320,6 +321,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
         else:
             self._assert_equals_one_process(name, run)
 
+    @pytest.mark.slow
     def test_a_wide_pipe_takes_what_a_loop_assigns_after_synchronize(self):
         def run(strategy):
             with _scope(strategy):
@@ -339,6 +341,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("pipe_sgd_wide", "shat", "dts")
     @pytest.mark.stress(but=1)
+    @pytest.mark.slow
     def test_between_two_epochs(self, name):
         def run(strategy):
             with _scope(strategy):
@@ -353,6 +356,7 @@ class AssignedWeightsTest(tf.test.TestCase, parameterized.TestCase):
         else:
             self._assert_equals_one_process(name, run)
 
+    @pytest.mark.slow
     def test_weights_that_are_swapped_for_validation_and_back(self):
         """This works under SHAT, too, because the servers do not see the swap."""
 
@@ -495,6 +499,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(freezes=["before it is built", "when it is built", "after it was trained"])
     @pytest.mark.stress(but=1)
+    @pytest.mark.slow
     def test_synchronize_leaves_a_frozen_teacher_alone(self, freezes):
         """Keras's `trainable` says that the teacher is frozen. TensorFlow's variable is still marked as trainable."""
 

@@ -232,6 +232,7 @@ class OwnNameTest(parameterized.TestCase):
 class WorldOfOneTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(True, "auto", False)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_trains_as_plain_keras(self, jit_compile):
         x, y = np.ones((8, 3), "float32"), np.ones((8, 1), "float32")
 

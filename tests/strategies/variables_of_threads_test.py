@@ -5,6 +5,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 from tensorflow.python.ops import resource_variable_ops
@@ -39,6 +40,7 @@ def _fit(strategy):
 
 class VariablesOfThreadsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*MEMBERS)
+    @pytest.mark.slow(after=1)
     def test_a_thread_touches_no_variable(self, name):
         seen = set()
         patches = [_noting(access, seen) for access in _ACCESSES]

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import unittest
 
+import pytest
 from absl.testing import absltest
 
 from hop_tf.tensors.buffers import BufferPool
@@ -64,6 +65,7 @@ class PageLockTest(absltest.TestCase):
         self.assertEqual(self.driver.NumLocked(), 1)
         array[:] = 1
 
+    @pytest.mark.slow
     def test_unlocks_before_memory_is_unmapped(self):
         self.driver.UseDevice(0)
         pool = self.pool()

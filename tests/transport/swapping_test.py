@@ -10,6 +10,7 @@ import time
 import unittest.mock
 
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import ProtocolError
@@ -424,6 +425,7 @@ class SwapTest(TransportTestMixin, _Case):
         return num_read
 
     @parameterized.product(size=[0, 7, 5000, 300_000], num_ranks=[2, 3], shares_memory=[True, False])
+    @pytest.mark.slow(after=1)
     def test_most_messages_are_swapped(self, size, num_ranks, shares_memory):
         def compute(transport, number):
             time.sleep(0.001)
@@ -437,6 +439,7 @@ class SwapTest(TransportTestMixin, _Case):
         self._run([int(size) for size in sizes], 3, shares_memory=shares_memory)
 
     @parameterized.parameters(True, False)
+    @pytest.mark.slow(after=1)
     def test_connections_break(self, shares_memory):
         def disturb(transport, number):
             if number % 20 == 10 + transport.rank:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -71,6 +72,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         (3, (0.1, 0.099), "mesh"),
         (4, (0.1, 0.2, 0.05), "bcube:2,2"),
     )
+    @pytest.mark.slow(after=1)
     def test_all_ranks_take_the_fastest_one(self, world_size, seconds, expected):
         def run(strategy):
             strategy._recorder = mock.Mock()
@@ -95,6 +97,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn(f"CanaryStrategy(consistency='bsp', algorithm='{expected}').\n", stderr.getvalue())
 
     @parameterized.parameters((3, 2, {}), (4, 3, {"interfaces": _INTERFACES}))
+    @pytest.mark.slow(after=1)
     def test_a_change_of_algorithm_loses_no_gradient(self, world_size, num_ways, settings):
         with scripted_choices(lambda step: Setting(step // 2 % num_ways, 1)):
             results = _cluster(world_size, **settings).run(lambda strategy: (_fit_in(strategy), _exchange(strategy)))
@@ -105,6 +108,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(weights, results[0][0], strict=True):
                 self.assertAllEqual(mine, first)
 
+    @pytest.mark.slow
     def test_what_a_codec_has_lost_goes_along(self):
         """Ranks with error feedback stay equal to the bit when the algorithm changes."""
         codec = codecs.Int8(error_feedback=True)
@@ -117,6 +121,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     @parameterized.parameters((2, {}), (3, {"algorithm": "ring"}))
+    @pytest.mark.slow(after=1)
     def test_nothing_is_measured_where_nothing_can_be_chosen(self, world_size, settings):
         def run(strategy):
             weights, exchange = _fit_in(strategy), _exchange(strategy)
@@ -169,6 +174,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             call = f"CanaryStrategy(consistency='bsp', algorithm='{algorithm}'{more})"
             self.assertEqual(stderr.getvalue(), f"hop_tf: text. To keep these settings: {call}.\n")
 
+    @pytest.mark.slow
     def test_nothing_is_chosen_by_times_if_operations_are_deterministic(self):
         def run(strategy):
             return _fit_in(strategy), strategy._settings.ways(3), _exchange(strategy).tuner

@@ -7,6 +7,7 @@ import weakref
 from unittest import mock
 
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -283,6 +284,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
             with self.assertRaisesRegex(HopError, "are called between its begin and end"):
                 collective(np.zeros(3))
 
+    @pytest.mark.slow
     def test_who_ends_early_is_said_to_have(self):
         """Other ranks get the error if they wait already, and if they begin to wait later."""
         for begins_first, message in (

@@ -772,6 +772,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(job.finals[rank], job.expected())
         return max(sizes), job
 
+    @pytest.mark.slow
     def test_others_wait_for_a_rank_that_merges_slowly(self):
         largest, job = self._largest(inbox_bytes=4000)
         self.assertBetween(largest, 2000, 6000)

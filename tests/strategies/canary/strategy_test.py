@@ -207,6 +207,7 @@ def _train_one_hot(strategy, num_steps=24, callbacks=(), num_fits=1, momentum=0.
 class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(("tree", 3, _adam), ("mesh", 2, _accumulating), ("mesh", 2, _scaled))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_all_end_alike(self, network, world_size, make_optimizer):
         results = _cluster(world_size, algorithm=network).run(
             lambda strategy: _train(strategy, make_optimizer, run_eagerly=world_size > 2)
@@ -216,6 +217,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertTrue(np.isfinite(last).all())
             self.assertEqual(report["duplicates"], 0)
 
+    @pytest.mark.slow
     def test_by_default(self):
         """Small layers share a colayer, so there are two."""
 

@@ -63,6 +63,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
         ("momentum", {}, {"batch_shares": [2, 1]}),
         ("momentum", {}, {"codec": codecs.TopK(ratio=0.3)}),
     )
+    @pytest.mark.slow(after=1)
     def test_a_change_of_the_schedule_loses_no_change(self, optimizer, arguments, settings):
         def run(strategy):
             delays = []
@@ -79,6 +80,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(weights, results[0][0], strict=True):
                 self.assertAllEqual(mine, first)
 
+    @pytest.mark.slow
     def test_an_interval_that_is_given_is_kept(self):
         """Windows are merged at once, or when the next one ends."""
 
@@ -92,6 +94,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(weights, _weights_alone(), rtol=1e-4, atol=1e-4)
             self.assertEqual(set(delays), {0, 3})
 
+    @pytest.mark.slow
     def test_a_change_of_the_way_loses_no_change(self):
         """The way changes between mesh and ring, with and without int8, and the schedule changes, too."""
 
@@ -107,6 +110,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     @parameterized.parameters({}, {"interval": 2}, {"delay": 3, "interval": 2}, {"delay": 0, "interval": 1})
+    @pytest.mark.slow(after=1)
     def test_meetings_lose_no_change(self, **settings):
         """At a meeting, as with a rank that joins, windows begin anew with any delay."""
         decide = Admissions.decide
@@ -130,6 +134,7 @@ class ChangesTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(weights, results[0], strict=True):
                 self.assertAllEqual(mine, first)
 
+    @pytest.mark.slow
     def test_a_custom_loop(self):
         """A custom loop changes schedules, too. `synchronize` merges all windows, and begins anew."""
         num_steps = 20
@@ -194,6 +199,7 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
             reports = _cluster(**settings).run(run)
         return [line for line in stderr.getvalue().splitlines() if line.startswith("hop_tf: ")], reports
 
+    @pytest.mark.slow
     def test_a_delay_as_long_as_means_take(self):
         """Only rank 0 prints the chosen delay, once. The second `fit` begins with the same delay."""
         said, reports = self._train(0.1)
@@ -207,6 +213,7 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((1, 1), (4, 1), (5, 2), (0, 1), (4, 4), (1, 10))
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_a_codec_with_a_schedule_that_is_given(self, delay, interval):
         """Measured times belong to the way that was used, however late its means are merged."""
         seconds = 0.1 * max(1, delay, interval)
@@ -217,6 +224,7 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((report["delay"], report["interval"]), (delay, interval))
             self.assertEqual(report["encoded_bytes_per_value"], codecs.Int8().bytes_per_value)
 
+    @pytest.mark.slow
     def test_gradients_that_are_computed_for_longer_than_means_take(self):
         _, reports = self._train(0.0, codec=None, algorithm="mesh")
         self.assertIn(reports[0]["delay"], (0, 1, 2))

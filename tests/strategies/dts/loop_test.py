@@ -166,6 +166,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters({"delay": 3, "interval": 2}, {"delay": 0, "interval": 1})
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_loop_after_fit_with_the_same_optimizer(self, **settings):
         """The loop has no session, so each rank would go on alone."""
 
@@ -178,6 +179,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
 
         _cluster(2, **settings).run(run)
 
+    @pytest.mark.slow
     def test_not_within_fit(self):
         def run(strategy):
             loop = _Loop(strategy)

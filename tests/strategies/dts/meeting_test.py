@@ -4,6 +4,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
@@ -49,6 +50,7 @@ class MeetingTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         (2, 2), (3, 2), (0, 1), (3, 2, "momentum"), (3, 2, "gentle", 9), (3, 2, "gentle", 2, _NUM_STEPS)
     )
+    @pytest.mark.slow(after=1)
     def test_assignments_before_a_meeting_stay(
         self, delay, interval, compensation="gentle", warmup_steps=0, meeting=_MEETING
     ):

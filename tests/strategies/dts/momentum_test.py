@@ -112,6 +112,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((2, 3, 2, {}), (3, 5, 5, {"nesterov": True}), (2, 1, 4, {"nesterov": True}))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_is_synchronous_where_gradients_do_not_depend_on_weights(self, world_size, delay, interval, rule):
         """Also in several parts, with a schedule of learning rates, and the velocity with it."""
 
@@ -133,6 +134,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((3, "int8", int8), (2, "truncate16", truncate16))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, world_size, codec, reference):
         """The first means are equal, except for values at the border of two codes, which may get either code."""
         arguments = {"world_size": world_size, "delay": 3, "interval": 2, "num_outputs": 1024}
@@ -182,6 +184,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(results[0][0], new + after - at, rtol=1e-5, atol=1e-5)
         self.assert_equal_states(results)
 
+    @pytest.mark.slow
     def test_after_a_rank_that_ended_early(self):
         """`synchronize` gives both the same weights and velocity, so the next `fit` ends with equal ones."""
 
@@ -212,6 +215,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(results[0][0], synchronous[0], rtol=1e-5, atol=1e-5)
         self.assert_equal_states(results)
 
+    @pytest.mark.slow
     def test_delays_that_ranks_choose(self):
         delays = set()
 
@@ -231,6 +235,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(mine, synchronous, rtol=1e-5, atol=1e-5)
         self.assert_equal_states(results)
 
+    @pytest.mark.slow
     def test_a_window_is_two_vectors(self):
         def run(strategy):
             model = _compiled(strategy, num_outputs=9000)

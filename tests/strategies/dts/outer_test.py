@@ -234,6 +234,7 @@ class RefusedTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, message):
             hop_tf.DTSStrategy(outer_optimizer=make_outer())
 
+    @pytest.mark.slow
     def test_several_optimizers_in_a_step(self):
         def run(strategy):
             with strategy.scope():

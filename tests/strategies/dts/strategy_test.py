@@ -136,6 +136,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((2, 4, 4), (3, 7, 3), (2, 1, 1), (3, 0, 1))
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_equals_the_reference_with_skewed_shards(self, world_size, delay, interval):
         make_optimizer, update = _OPTIMIZERS["nesterov"]
         results = _cluster(world_size, delay=delay, interval=interval, skewed_shards=True).run(
@@ -154,6 +155,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         (2, 0, 4, 3, "momentum"),
     )
     @pytest.mark.stress(after=2)
+    @pytest.mark.slow(after=1)
     def test_equals_the_reference_after_a_warmup(self, world_size, delay, interval, num_early, name, rule=()):
         make_optimizer, update = _OPTIMIZERS[name]
         settings = {"delay": delay, "interval": interval, "warmup_steps": num_early, **dict(rule)}
@@ -213,6 +215,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters({"steps_per_execution": 5}, {"run_eagerly": True})
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_however_keras_runs_steps(self, **compile_args):
         _, expected = _reference(2, 3, 2, sgd(_RATE, 0.9))
         for _, last, _ in _cluster(2, delay=3, interval=2).run(lambda s: _train(s, _sgd(momentum=0.9), **compile_args)):
@@ -264,6 +267,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(({"momentum": 0.9, "nesterov": True}, 3, 2), ({}, 0, 1))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_gradient_accumulation(self, arguments, delay, interval):
         """A step of the scheme is an update."""
         make_optimizer = _sgd(gradient_accumulation_steps=2, **arguments)
@@ -322,6 +326,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
     def test_whatever_the_optimizer(self, make_optimizer):
         self.check(_cluster(2, delay=3, interval=2).run(lambda s: _network(s, make_optimizer)))
 
+    @pytest.mark.slow
     def test_learning_rates_that_differ(self):
         """Each rank's changes count as they are. The first step is made with the rate of rank 0."""
 
@@ -412,6 +417,7 @@ def _two_kernels():
 class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(codecs.TopK(ratio=0.25), None)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_adam_of_each_rank(self, codec):
         """If gradients do not depend on the weights, all ranks end with the mean of the weights of lone trainings."""
 
@@ -598,6 +604,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(last, last_there)
         self.assertGreater(np.abs(last - after).max(), 0.01)
 
+    @pytest.mark.slow
     def test_windows_that_overtake_each_other(self):
         """On rank 1 every other window begins when the next one waits for nothing but this one."""
         step, commit = DTSExchange.step, DTSExchange._commit
@@ -679,6 +686,7 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("between two fits", "in a step", "when training begins", "in the last step")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_weights_that_others_assign(self, when):
         """Training begins with values that were assigned before. Values assigned in a step are this rank's change."""
         new = np.full((3, 4), 7.0, np.float32)
@@ -735,6 +743,7 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((4, 4, 6), (7, 3, 6), (20, 12, 6), (4, 4, 2))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_what_is_left_to_approach_is_forgotten(self, delay, interval, epochs):
         """Weights that are assigned after some steps stay. Those that are not assigned lose nothing."""
         num_steps = 2 * NUM_ROWS // BATCH_SIZE

@@ -313,6 +313,7 @@ class _Reference:
 
 
 class ReferenceTest(tf.test.TestCase):
+    @pytest.mark.slow
     def test_equals_the_reference_event_by_event(self):
         num_jumps = num_late = num_withheld = 0
         num_schedules = _NUM_SCHEDULES // 4  # The reference takes long.
@@ -526,6 +527,7 @@ class WorthTest(tf.test.TestCase, parameterized.TestCase):
             ratios.append(np.divide(others, standard))
         self.assertAllGreater(np.mean(ratios, axis=0) - required, 0)
 
+    @pytest.mark.slow
     def test_a_straggler_that_jumps_holds_nobody_up(self):
         compute = ComputeEmulation(step_seconds=1.0, slowdowns=(Slowdown.parse("5:4x"),))
         self.assertLess(self._speed("ring_based", compute, {}), 0.27)

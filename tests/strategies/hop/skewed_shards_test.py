@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -54,6 +55,7 @@ def _train(strategy, make_optimizer):
 
 class SkewedShardsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((3, "complete", False), (4, "ring", True), (4, "ring_based", False))
+    @pytest.mark.slow(after=1)
     def test_equals_the_reference(self, num_ranks, topology, nesterov):
         optimizer = functools.partial(keras.optimizers.SGD, _RATE, momentum=_MOMENTUM, nesterov=nesterov)
         cluster = in_process(hop_tf.HopStrategy, num_ranks, topology=topology, skewed_shards=True)

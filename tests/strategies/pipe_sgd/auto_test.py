@@ -6,6 +6,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -39,6 +40,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         ("adamw", {"steps_per_execution": 3}, 1),
         ("adamw", {"run_eagerly": True}, 1),
     )
+    @pytest.mark.slow(after=1)
     def test_a_change_of_width_loses_no_gradient(self, optimizer, arguments, num_fits):
         def run(strategy):
             widths, weights = [], []
@@ -58,6 +60,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(weights, results[0][0], strict=True):
                 self.assertAllEqual(mine, first)
 
+    @pytest.mark.slow
     def test_computes_at_once_with_own_gradients_only_if_the_pipe_is_wide(self):
         """Within an epoch, weights are equal on all ranks while K = 1, and not while K = 2."""
 
@@ -76,6 +79,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(are_equal, [step < 4 or step > 8 for step in range(len(first))])
 
     @parameterized.parameters(1, 3)
+    @pytest.mark.slow(after=1)
     def test_a_change_of_codec_loses_no_gradient(self, num_segments):
         def run(strategy):
             return linear.fit_in(strategy, _OPTIMIZERS["momentum"]).get_weights()
@@ -90,6 +94,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(mine, first)
 
     @parameterized.parameters(codecs.Int8(error_feedback=True), codecs.TopK(ratio=0.2, error_feedback=True))
+    @pytest.mark.slow(after=1)
     def test_what_a_codec_has_lost_goes_along_with_a_change_of_the_algorithm(self, codec):
         """The updates and the residuals of all ranks add up to the sum of all gradients."""
 
@@ -147,6 +152,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
                 _cluster(), 2, lambda strategy: linear.fit_in(strategy, _OPTIMIZERS["momentum"])
             )
 
+    @pytest.mark.slow
     def test_ranks_with_one_setting_to_choose_from(self):
         """Two ranks have only one algorithm, but still measure the times of all steps."""
 
@@ -157,6 +163,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         for weights in _cluster(pipeline_width=1, codec=None).run(run):
             self.assertAllClose(weights, expected, rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.slow
     def test_two_models_in_turns(self):
         """A choice in the middle of one model's `fit` does not reach the other model."""
 
@@ -226,6 +233,7 @@ class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
 
         _cluster().run(run)
 
+    @pytest.mark.slow
     def test_callbacks_that_assign_weights(self):
         """Callbacks assign in each step, on all ranks, as a program that bounds weights."""
 

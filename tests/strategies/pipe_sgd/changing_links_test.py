@@ -8,6 +8,7 @@ import weakref
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest
 
@@ -178,6 +179,7 @@ class ChangingLinksTest(absltest.TestCase):
         self.assertEqual(self.ranks[0].settings[-1], Setting(0, 1))
         self.assertEqual(self.ranks[0].widths[-1], 1)
 
+    @pytest.mark.slow
     def test_all_ranks_decide_alike_in_the_same_steps(self):
         for rank in self.ranks:
             self.assertEqual(rank.told, self.ranks[0].told)

@@ -252,6 +252,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("momentum", "adam")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_eagerly(self, name):
         """The first step of all is synchronous."""
         results = _cluster(2).run(lambda strategy: _train(strategy, name, run_eagerly=True))
@@ -267,6 +268,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             return [state.w for state in _replay(2, 2, _OPTIMIZERS[name][1], 2)[1]]
 
     @parameterized.parameters(False, True)
+    @pytest.mark.slow(after=1)
     def test_small_variables_that_are_updated_together(self, eagerly):
         """Results are as if the optimizer updated each variable separately."""
 
@@ -336,6 +338,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(None, "rmsprop")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_optimizers_of_the_models_own(self, unused_optimizer):
         """The optimizers are SGD and Adam. Their first update builds them."""
 
@@ -392,6 +395,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(4, 2)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_overflow_on_one_rank(self, width):
         """All ranks leave the mean of that step out, and rank 1 its own step, too."""
 
@@ -482,6 +486,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(False, True)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_custom_loop(self, eagerly):
         """`synchronize` merges gradients in flight, and the loop goes on."""
 

@@ -475,6 +475,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("mesh", "ring")
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_thread_that_fails_in_an_all_reduce_ends_the_job(self, algorithm):
         """Rank 1 has sent a mean to only one of the others. These must not go on with different weights."""
         send, num_sent = all_reduce.Operation.send, []

@@ -7,6 +7,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 
@@ -57,6 +58,7 @@ def _send_slowly(send):
 
 class AutoTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("steps", "gradients")
+    @pytest.mark.slow(after=1)
     def test_a_change_of_codec_loses_no_push(self, pushes):
         expected = [weights for weights, _ in _cluster(pushes=pushes, codec=None, consistency="bsp").run(_fit)]
         with scripted_choices(lambda step: Setting(step // 3 % 2, 1)):
@@ -64,6 +66,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(found, expected, rtol=1e-6)
         self.assertNotAllClose(found, np.zeros_like(found))
 
+    @pytest.mark.slow
     def test_a_slow_link(self):
         output = io.StringIO()
         slow = mock.patch.object(Servers, "send", _send_slowly(Servers.send))

@@ -108,6 +108,7 @@ class ExactlyOnceTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(150, 3400)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_messages_that_are_lost_or_repeated(self, num_pushes):
         """A push may be asked for, sent again, and dropped as a duplicate, but is applied once."""
         num_workers, num_servers = 3, 2

@@ -357,6 +357,7 @@ class ToldStateTest(tf.test.TestCase):
         self.assertAllEqual([state.buckets[1][0] for state in told], [0, 1, 1, 1, 1, 5])
         self.assertAllEqual(told[-1].buckets[0], np.full(16, 5))
 
+    @pytest.mark.slow
     def test_is_not_kept_for_who_asks_later(self):
         state = self._group.state(with_slots=True)
         kept = weakref.ref(state.buckets[0])

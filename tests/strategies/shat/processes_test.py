@@ -317,6 +317,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         ("token", r"DeadlineExceededError: rank \d: .* on ps 0 at 127"),
     )
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_a_server_that_was_not_started_or_is_of_another_job_is_an_error(self, fault, error):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=("async", 1, fault)) as runner:
             for rank in range(2):

@@ -436,6 +436,7 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(after_fit, np.zeros((3, 4)))
             self.assertAllEqual(synchronized, np.zeros((3, 4)))
 
+    @pytest.mark.slow
     def test_constraints_of_a_worker_take_nothing_from_the_servers(self):
         """Rank 1 makes its last steps after rank 0 has ended and constrained the model, which is not offered."""
         ended = threading.Event()

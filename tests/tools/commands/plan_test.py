@@ -315,6 +315,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             except SystemExit as error:
                 return error.code, errors.getvalue()
 
+    @pytest.mark.slow
     def test_given_numbers(self):
         """If all numbers are given, `plan` measures nothing."""
         code, text = self._run(*_GIVEN, "--slowdown=3:4x")

@@ -35,6 +35,7 @@ class ClustersTest(parameterized.TestCase):
 
     @parameterized.parameters(*((kind, seed) for seed in _SEEDS for kind in _KINDS))
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_names_the_fault(self, kind, seed):
         cluster, expected, well = draw(kind, seed)
         diagnosis, seconds = self.diagnose(cluster)

@@ -6,6 +6,7 @@ import socket
 import time
 from unittest import mock
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError, HopError, ProtocolError
@@ -83,6 +84,7 @@ class RendezvousTest(parameterized.TestCase):
         with mock.patch.dict(os.environ, HOP_TF_HOST="192.0.2.1"):
             self.expect(self.start(0, 2), ClusterConfigError, "HOP_TF_HOST must be .*Received: '192.0.2.1'")
 
+    @pytest.mark.slow
     def test_names_who_has_not_come_to_all_who_have(self):
         futures = [self.start(0, 5, seconds=_HOST_SECONDS), self.start(1, 5), self.start(3, 5)]
         refused = self.start(4, 6)

@@ -114,6 +114,7 @@ class InProcessClusterTest(tf.test.TestCase, parameterized.TestCase):
         InProcessCluster(3, _make_strategy).run(lambda strategy: strategy.gather_reports())
         self.assertEmpty([thread for thread in threading.enumerate() if thread not in before])
 
+    @pytest.mark.slow
     def test_raises_what_a_rank_raises_and_ends_the_others(self):
         def fail(strategy):
             if strategy.rank == 1:

@@ -242,6 +242,7 @@ class SlowLinkTest(TransportTestMixin, absltest.TestCase):
             self.assertGreaterEqual(status.round_trip_seconds, 0.2)
             self.assertGreaterEqual(transport._peers[1 - transport.rank].least_round_trip_seconds, 0.2)
 
+    @pytest.mark.slow
     def test_a_stall_costs_time_and_nothing_else(self):
         timeout_seconds = 6.0
         links = {"bandwidth_bits_per_second": 8e6, "round_trip_seconds": 0.1, "jitter_seconds": 0.02}
