@@ -65,7 +65,13 @@ def _part(items: list[pytest.Item], tests: str) -> set[pytest.Item]:
     if (match := re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", tests)) is None or int(match[1]) > int(match[2]):
         raise pytest.UsageError(f"TESTS must be quick, all, or a part such as 2/6. Received: {tests!r}.")
     number, num_parts = map(int, match.groups())
-    return {item for item in items if zlib.crc32(item.nodeid.encode()) % num_parts == number - 1}
+    return {item for item in items if zlib.crc32(_inseparable(item).encode()) % num_parts == number - 1}
+
+
+def _inseparable(item: pytest.Item) -> str:
+    """The name of a test, or that of its class if its tests share what they look at."""
+    shares = item.cls is not None and "setUpClass" in vars(item.cls)
+    return item.nodeid.rpartition("::")[0] if shares else item.nodeid
 
 
 def _deselect(config: pytest.Config, items: list[pytest.Item], name: str, but: Container[pytest.Item] = ()) -> None:

@@ -5,6 +5,7 @@ import pathlib
 import re
 import unittest
 
+import pytest
 from absl.testing import absltest
 
 from hop_tf.tools.testing import MultiProcessRunner
@@ -17,6 +18,7 @@ _BATCH_SIZE = 64
 
 
 @unittest.skipIf(_MISSING, f"needs the extra `examples`: {', '.join(_MISSING)} cannot be imported")
+@pytest.mark.slow
 class DigitsExampleTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import parameterized
 
@@ -67,6 +68,7 @@ class TwinTest(parameterized.TestCase):
             np.testing.assert_array_equal(a, b)
 
     @parameterized.product(name=list(_OPTIMIZERS), in_graph=(False, True))
+    @pytest.mark.slow(after=8)
     def test_its_updates_are_the_optimizers(self, name, in_graph):
         optimizer, variables = _built(_OPTIMIZERS[name], _variables())
         expected, expected_variables = _built(_OPTIMIZERS[name], _variables())

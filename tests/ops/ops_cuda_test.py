@@ -295,6 +295,7 @@ class ArraysTest(parameterized.TestCase):
 
 
 @_needs_library
+@pytest.mark.slow
 class LibraryTest(absltest.TestCase):
     @pytest.mark.stress
     def test_exports_the_functions_of_the_header_only(self):
@@ -349,7 +350,6 @@ class LibraryTest(absltest.TestCase):
         self.assertEqual(library.HopTfCudaInt8WorkspaceBytes(5000, 2048), 12)
 
     @unittest.skipIf(_has_device(), "there is a CUDA device")
-    @pytest.mark.slow
     def test_fails_politely_without_a_device(self):
         library = _library()
         memory = np.zeros(library.HopTfCudaSketchWorkspaceBytes(1), np.uint8)

@@ -78,7 +78,7 @@ class MissedStepsTest(tf.test.TestCase, parameterized.TestCase):
             cls.ranks = runner.join().raise_for_errors().values
 
     @parameterized.parameters(*range(len(_CASES)))
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     def test_batches_are_passed_over(self, case):
         options, steps, _ = _CASES[case]
         size = options.get("gradient_accumulation_steps", 1)

@@ -63,7 +63,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
         )
     )
     @pytest.mark.stress(after=1)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     def test_a_callback_of_one_rank(self, strategy, callback, rank):
         """Training uses the rate of rank 0 if a rank has another rate."""
 
@@ -140,6 +140,7 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(2, 1)
     @pytest.mark.stress(after=1)
+    @pytest.mark.slow
     def test_eagerly_with_weight_decay(self, num_fits):
         """Weights decay before ranks know each other's rates. The merged weights have decayed by rank 0's."""
 

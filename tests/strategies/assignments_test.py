@@ -115,7 +115,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllInRange(kernel, -2.0, 4.0)
 
     @parameterized.parameters(*_BY_IMPORTANCE)
-    @pytest.mark.slow(after=2)
+    @pytest.mark.slow(after=1)
     def test_weight_decay_that_the_optimizer_makes_by_itself(self, name):
         """This optimizer decays weights without `merge_call`, unlike others."""
 
@@ -129,7 +129,7 @@ class OwnAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
         self._assert_equals_one_process(name, run)
 
     @parameterized.product(other=[False, True], name=_BY_IMPORTANCE)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     @pytest.mark.stress(after=1)
     def test_evaluate_and_predict_within_an_epoch(self, name, other):
         """Keras resets the metrics, and a wide pipe merges gradients in flight."""

@@ -73,7 +73,7 @@ class DeterminismTest(tf.test.TestCase, parameterized.TestCase):
         keras.utils.set_random_seed(0)  # Operations without a seed raise.
 
     @parameterized.parameters(sorted(_CASES, key=list(_CASES).index))
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     @pytest.mark.stress(after=1)
     def test_two_runs_are_equal_to_the_bit(self, name):
         make, settings, num_ranks = _CASES[name]

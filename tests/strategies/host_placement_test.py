@@ -161,7 +161,7 @@ class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):
         ("dts", {"on_peer_loss": "continue", "batch_shares": "auto"}),
     )
     @pytest.mark.stress(but=3)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     def test_steps_are_counted_on_the_host(self, name, settings):
         num_ps = MEMBERS[name].num_ps
         with MultiProcessRunner(_misplaced, NUM_RANKS, num_ps=num_ps, args=(name, settings)) as runner:

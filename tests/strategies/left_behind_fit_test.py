@@ -53,6 +53,7 @@ class _Teller(keras.callbacks.Callback):
             self._is_back.wait(0.05)
 
 
+@pytest.mark.slow
 class LeftBehindFitTest(tf.test.TestCase, parameterized.TestCase):
     def _train(self, name, *, batch=5, steps_per_execution=1, accumulation=None, data=None, validates=False):
         make, settings = _MEMBERS[name]
@@ -104,7 +105,6 @@ class LeftBehindFitTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*_MEMBERS)
     @pytest.mark.stress(after=2)
-    @pytest.mark.slow(after=1)
     def test_it_joins_again(self, name):
         self._train(name)
 
@@ -116,11 +116,9 @@ class LeftBehindFitTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(4, 5)
     @pytest.mark.stress(after=1)
-    @pytest.mark.slow
     def test_between_two_batches_of_an_update(self, batch):
         self._train("pipe_sgd_sync", batch=batch, accumulation=3)
 
-    @pytest.mark.slow
     def test_data_of_unknown_length_and_validation(self):
         def from_generator(x, y):
             rows = tf.TensorSpec((4,), tf.float32), tf.TensorSpec((1,), tf.float32)

@@ -542,7 +542,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((first, second), (of_first, of_second))
 
     @parameterized.parameters(*_EXACT)
-    @pytest.mark.slow(after=2)
+    @pytest.mark.slow
     @pytest.mark.stress(but=1)
     def test_sums_that_a_program_assigns(self, name):
         """Assigns at the begin of each epoch, between two fits, in a callback at the end, and after a failed `fit`."""

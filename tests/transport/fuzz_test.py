@@ -9,6 +9,7 @@ import zlib
 
 import hypothesis
 import numpy as np
+import pytest
 import tensorflow as tf
 from absl.testing import absltest
 from hypothesis import strategies as st
@@ -72,6 +73,7 @@ class FramingTest(tf.test.TestCase):
     @hypothesis.given(
         st.sampled_from(_frames()).flatmap(_changed), st.lists(st.binary(max_size=60), max_size=5), st.booleans()
     )
+    @pytest.mark.slow
     def test_frames(self, data, chunks, is_head_right):
         if is_head_right:  # Otherwise its CRC alone would find almost every change.
             data = _with_crc(data)

@@ -439,7 +439,7 @@ class SwapTest(TransportTestMixin, _Case):
         self._run([int(size) for size in sizes], 3, shares_memory=shares_memory)
 
     @parameterized.parameters(True, False)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     def test_connections_break(self, shares_memory):
         def disturb(transport, number):
             if number % 20 == 10 + transport.rank:

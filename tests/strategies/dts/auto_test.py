@@ -213,7 +213,7 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((1, 1), (4, 1), (5, 2), (0, 1), (4, 4), (1, 10))
     @pytest.mark.stress(after=2)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     def test_a_codec_with_a_schedule_that_is_given(self, delay, interval):
         """Measured times belong to the way that was used, however late its means are merged."""
         seconds = 0.1 * max(1, delay, interval)

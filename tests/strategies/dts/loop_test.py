@@ -89,6 +89,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.abs(np.subtract(*velocities)).max(), 0.01)
 
     @parameterized.parameters(("assign", 4, 4), ("assign", 5, 2), ("synchronize", 4, 4))
+    @pytest.mark.slow(after=1)
     def test_weights_that_all_ranks_assign_stay(self, how, delay, interval):
         """Also right after `synchronize`, and in a window after one that was assigned to."""
         new = np.full(_SHAPE, 7.0, np.float32)

@@ -95,7 +95,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
         (2, 3, 2, {}, {"steps_per_execution": 5}),
     )
     @pytest.mark.stress(after=3)
-    @pytest.mark.slow(after=3)
+    @pytest.mark.slow(after=2)
     def test_equals_the_reference_step_by_step(
         self, world_size, delay, interval, rule=(), compile_args=(), num_early=0
     ):

@@ -161,6 +161,7 @@ class _World:
         np.testing.assert_allclose(mean, expected.ravel(), atol=0.03 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 class ChangingLinksTest(absltest.TestCase):
     @classmethod
     def setUpClass(cls):
@@ -179,7 +180,6 @@ class ChangingLinksTest(absltest.TestCase):
         self.assertEqual(self.ranks[0].settings[-1], Setting(0, 1))
         self.assertEqual(self.ranks[0].widths[-1], 1)
 
-    @pytest.mark.slow
     def test_all_ranks_decide_alike_in_the_same_steps(self):
         for rank in self.ranks:
             self.assertEqual(rank.told, self.ranks[0].told)

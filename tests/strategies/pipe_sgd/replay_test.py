@@ -268,7 +268,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             return [state.w for state in _replay(2, 2, _OPTIMIZERS[name][1], 2)[1]]
 
     @parameterized.parameters(False, True)
-    @pytest.mark.slow(after=1)
+    @pytest.mark.slow
     def test_small_variables_that_are_updated_together(self, eagerly):
         """Results are as if the optimizer updated each variable separately."""
 

@@ -16,7 +16,6 @@ import threading
 import time
 
 import psutil
-import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.tools.testing import MultiProcessError, MultiProcessRunner, start_fork_server, stop_fork_server
@@ -126,7 +125,6 @@ def rank():
 
 class MultiProcessRunnerTest(parameterized.TestCase):
     @parameterized.product(preload=(_FRESH, _FORKED), num_ps=(0, 2))
-    @pytest.mark.slow(after=1)
     def test_returns_what_each_process_returned_and_printed(self, preload, num_ps):
         with MultiProcessRunner(describe, 3, args=("I am ", "!"), num_ps=num_ps, preload=preload) as runner:
             results = runner.join().raise_for_errors()
@@ -160,7 +158,6 @@ class MultiProcessRunnerTest(parameterized.TestCase):
             results.raise_for_errors()
         self.assertIs(results.raise_for_errors(except_ranks=[1]), results)
 
-    @pytest.mark.slow
     def test_hang_is_described_by_the_stacks(self):
         with MultiProcessRunner(hang_on_rank_one, 2, preload=_FORKED, timeout_seconds=5) as runner:
             processes = self._processes(runner)
@@ -247,7 +244,6 @@ class MultiProcessRunnerTest(parameterized.TestCase):
         self._assert_dead([child])
 
     @parameterized.parameters(_FRESH, _FORKED)
-    @pytest.mark.slow(after=1)
     def test_environment(self, *preload):
         env = {"HOP_TF_TEST_VARIABLE": "1", "OMP_NUM_THREADS": "5"}
         for name, expected in (("HOP_TF_TEST_VARIABLE", "1"), ("OMP_NUM_THREADS", "5"), ("NOWHERE", None)):
@@ -338,7 +334,6 @@ class TensorFlowTest(absltest.TestCase):
     def test_server_can_fork(self):
         self.assertTrue(start_fork_server(preload=_TENSORFLOW).can_fork)
 
-    @pytest.mark.slow
     def test_models_train(self):
         with MultiProcessRunner(fit_a_model, 2, args=(10, 0.1), preload=_TENSORFLOW) as runner:
             values = runner.join().raise_for_errors().values
