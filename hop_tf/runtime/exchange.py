@@ -435,7 +435,8 @@ class ExchangeRunner:
         if not num_skipped and outcomes == self._outcomes:
             return
         new = {name: count - self._outcomes.get(name, 0) for name, count in outcomes.items()}
-        new |= {"skipped": num_skipped, "jumps": int(num_skipped > 0)}
+        num_steps = num_skipped * len(self._exchange.steps_of(0))
+        new |= {"skipped": num_steps, "jumps": int(num_skipped > 0)}
         for name, number in new.items():
             if number > 0:
                 self._recorder.add(Kind.OUTCOME, time.time(), step=step, name=name, number=number)

@@ -161,11 +161,17 @@ class Group:
         buckets = self._packing_of(segment).pack(values)
         self.runner.submit(step, segment, self.exchange.emit_encode(segment, buckets), are_finite(buckets))
 
-    def signal(self, segment: int, computed: Sequence = ()) -> None:
-        """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there."""
+    def signal(self, segment: int, computed: Sequence = (), step: tf.Tensor | None = None) -> None:
+        """Emits the op that hands a segment without values to the scheme, as soon as `computed` is there.
+
+        Args:
+          segment: The segment.
+          computed: The tensors.
+          step: As of `submit`.
+        """
         with tf.control_dependencies(_joined(computed)):
             nothing = [tf.zeros([0], dtype) for dtype in self.packing.dtypes]
-            self.runner.submit(self.read_step(), segment, nothing)
+            self.runner.submit(self.read_step() if step is None else step, segment, nothing)
 
     def collect(
         self,

@@ -27,53 +27,87 @@ class HopAlgorithm(Algorithm):
     def __init__(self, group: Group, settings: HopSettings, shares: BatchShares | None = None):
         super().__init__(group)
         self._settings, self._shares = settings, shares
-        # Between `before_update` and `after_update`: the trained variables, what averaging has changed in them, and the
-        # number of steps to skip.
+        # Between `before_update` and `after_update`: the trained variables; what averaging has changed in them, if
+        # velocities need it; and the number of iterations to skip.
         self._before: list[tf.Tensor] = []
         self._moves: list[tf.Tensor] = []
         self._num_skipped: tf.Tensor | None = None
 
     def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
         if self._settings.update_order == "parallel":
-            moves, self._num_skipped = self._average(values, gradients)
-            self._moves = moves if self._settings.skewed_shards else []
+            self._moves, self._num_skipped = self._average_if_due(values, gradients)
         self._before = [] if self._shares is None else read_all(self.group.trained)
         return gradients
 
     def after_update(self) -> tf.Tensor:
         before, moves, num_skipped = self._before, self._moves, self._num_skipped
         self._before, self._moves, self._num_skipped = [], [], None
+        interval = self._settings.interval
         if self._shares is not None:
             self._weigh_step(before, self._shares.times_mean - 1)
         if self._settings.skewed_shards:
-            add_to_velocities(self.group, moves, lambda momentum: momentum)  # As if made in the step before.
+            add_to_velocities(self.group, moves, lambda momentum: momentum / interval)  # As if made in the step before.
         if self._settings.update_order == "serial":
             values = read_all(self.group.variables)
             _, num_skipped = self._average(values, values)
         if self._settings.skip is not None:
             tf.cond(num_skipped > 0, self._renew, lambda: num_skipped)
-        return num_skipped
+        if interval == 1:
+            return num_skipped
+        with tf.device("/cpu:0"):  # From the first step of an iteration to the first step of the one jumped to.
+            return tf.where(num_skipped > 0, (num_skipped + 1) * interval - 1, 0)
 
     def _weigh_step(self, before: Sequence[tf.Tensor], more: tf.Tensor) -> None:
         """Multiplies the optimizer's step by n times this rank's part of a batch, for n ranks that are present."""
         for variable, value in zip(self.group.trained, before, strict=True):
             variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 
+    def _average_if_due(self, values: Sequence[tf.Tensor], computed: Sequence) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Averages in the first step of an iteration. Returns the changes if needed, and iterations to skip."""
+        settings = self._settings
+        if settings.interval == 1:
+            return self._average(values, computed)
+
+        def take() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            moves, num_skipped = self._take_average(computed)
+            return (moves if settings.skewed_shards else []), [num_skipped] * (settings.skip is not None)
+
+        def nothing() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+            moves = [tf.zeros_like(value) for value in values] if settings.skewed_shards else []
+            return moves, [tf.constant(0, tf.int64)] * (settings.skip is not None)
+
+        with tf.device("/cpu:0"):
+            is_due = self.group.read_step() % settings.interval == 0
+        # Apart: where variables are changed has to wait for all who read them before, and sending has not.
+        tf.cond(is_due, lambda: self.group.submit(values, step=self._iteration()), lambda: None)
+        moves, num_skipped = tf.cond(is_due, take, nothing)
+        return moves, num_skipped[0] if num_skipped else tf.constant(0, tf.int64)
+
+    def _iteration(self) -> tf.Tensor | None:
+        """k, the number of the iteration that the step belongs to; None if that is the step's."""
+        if self._settings.interval == 1:
+            return None
+        with tf.device("/cpu:0"):
+            return self.group.read_step() // self._settings.interval
+
     def _average(self, values: Sequence[tf.Tensor], computed: Sequence) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Lines 11, 13, 14: adds (reduced - sent), which keeps the optimizer's earlier changes, such as decay."""
-        self.group.submit(values)
-        segment = STEP
+        self.group.submit(values, step=self._iteration())
+        return self._take_average(computed)
+
+    def _take_average(self, computed: Sequence) -> tuple[list[tf.Tensor], tf.Tensor]:
+        k, segment = self._iteration(), STEP
         if self._settings.tolerates_stragglers:
             segment = REDUCTION
-            self.group.signal(segment, computed)
-        changes, num_skipped = self.group.collect(computed, segment)
+            self.group.signal(segment, computed, step=k)
+        changes, num_skipped = self.group.collect(computed, segment, step=k)
         self.group.add(changes)
         return changes, num_skipped
 
     def _renew(self) -> tf.Tensor:
         """Before a jump: averages the parameters with newer ones (section 5)."""
-        values = read_all(self.group.variables)
-        self.group.submit(values, RENEWAL)
-        changes, num_skipped = self.group.collect(values, RENEWAL)
+        k, values = self._iteration(), read_all(self.group.variables)
+        self.group.submit(values, RENEWAL, step=k)
+        changes, num_skipped = self.group.collect(values, RENEWAL, step=k)
         self.group.add(changes)
         return num_skipped

@@ -70,7 +70,7 @@ class HopExchange(Exchange, Joiner):
     def _begin(self, start: int) -> None:
         self._absence.reset()
         self._was_passed_by = self._has_followed = False
-        self.step_offset = 0
+        self._offset = 0  # The iterations that the others have made without this rank.
         self.iteration = start - 1
         self._target = start  # The next iteration.
         self._sent_rounds = start
@@ -85,8 +85,19 @@ class HopExchange(Exchange, Joiner):
         self._reception = make_reception(self._settings, weights, self._context)
         self._reception.skip_to(start)
 
+    @property
+    def step_offset(self) -> int:
+        return self._offset * self._settings.interval
+
+    def steps_of(self, number: int) -> range:
+        return range(number * self._settings.interval, (number + 1) * self._settings.interval)
+
+    def number_of(self, step: int) -> int:
+        # An iteration is submitted in its first step. So a step within it belongs to the next one that will be.
+        return -(-step // self._settings.interval)
+
     def step(self, outgoing: Outgoing) -> Incoming | None:
-        k, x, segment = outgoing.step + self.step_offset, outgoing.buckets, outgoing.segment
+        k, x, segment = outgoing.step + self._offset, outgoing.buckets, outgoing.segment
         if segment == RENEWAL:
             return Incoming(outgoing.step, RENEWAL, self._nothing() if self._has_followed else self._renew(x))
         if segment == STEP:
@@ -115,7 +126,7 @@ class HopExchange(Exchange, Joiner):
 
         Returns:
           The change towards the newest parameters of in-neighbors, and the number of skipped iterations. That number is
-          0 without `skip`, because `step_offset` then counts them.
+          0 without `skip`, because they are part of `step_offset` then.
         """
         num_iterations = self._pacing.advance(k, was_passed_by=True)
         self._target = k + num_iterations
@@ -129,7 +140,7 @@ class HopExchange(Exchange, Joiner):
         change = self._reduce(x, updates, weights)
         if self._settings.skip is not None:
             return change, num_iterations - 1
-        self.step_offset += num_iterations - 1
+        self._offset += num_iterations - 1
         return change, 0
 
     def no_op(self, outgoing: Outgoing) -> Incoming | None:
@@ -216,37 +227,40 @@ class HopExchange(Exchange, Joiner):
         if departed != self._known_departed:
             self._known_departed = departed
             # Not for a rank that has missed steps: in a custom loop, it makes these steps alone after the others.
-            if not self.step_offset and not self._topology.is_connected_without(departed):
+            if not self._offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
                     "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
                 )
 
-    # Ranks that join late.
+    # Ranks that join late. Ranks tell the last step of their iteration, so that newcomers begin with the next one.
 
     def begin_at(self, step: int) -> None:
-        self.reset(self._queue.session, step)
+        self.reset(self._queue.session, self.number_of(step))
 
     def meet(self, rank: int, step: int) -> None:
+        k = step // self._settings.interval  # It is in the last step of this iteration.
         if rank in self._out_neighbors:
-            self._pacing.meet(rank, step)
+            self._pacing.meet(rank, k)
         if rank in self._in_neighbors:
             first = self._first[rank]
-            self._first[rank] = step + 1 if first == math.inf else max(first, step + 1)
+            self._first[rank] = k + 1 if first == math.inf else max(first, k + 1)
 
     def admit(self, rank: int, step: int) -> int:
+        own_step = self.steps_of(self.iteration)[-1]
         # A rank that is joining itself has no iteration yet, and `begin_at` resets its state. A rank that has ended may
         # be further from the newcomer than ranks that train ever are.
         if self._membership.joining or self._membership.has_left:
-            return self.iteration
+            return own_step
         self._absence.forget(rank)
+        start = self.number_of(step)
         if rank in self._out_neighbors:
-            self._pacing.admit(rank, step)
+            self._pacing.admit(rank, start)
         if rank in self._in_neighbors:
-            self._first[rank] = max(step, self.iteration + 1)
+            self._first[rank] = max(start, self.iteration + 1)
             self._reception.forget(rank, self._first[rank] - 1)
         self._incarnations.pop(rank, None)
-        return self.iteration
+        return own_step
 
     @property
     def sent_rounds(self) -> int:

@@ -17,6 +17,7 @@ _SYNCHRONIZATIONS = ("queues", "notify_ack")
 _NOTIFY_ACK_GAP = 2
 # Each iteration of the gap needs a queue, and creating a queue takes half a millisecond.
 _LARGEST_GAP = 1000
+_LARGEST_INTERVAL = 10_000
 # Weights that differ by no more than this are equal.
 _WEIGHT_TOLERANCE = 1e-6
 
@@ -65,6 +66,7 @@ class HopSettings:
     num_backup_workers: int | Sequence[int] = 0
     max_staleness: int = 0
     skip: SkipIterations | None = None
+    interval: int = 1
     update_order: str = "parallel"
     synchronization: str = "queues"
     skewed_shards: bool = False
@@ -74,6 +76,7 @@ class HopSettings:
         self._check_gap()
         self._check_backup_workers()
         check_integer("max_staleness", self.max_staleness, at_least=0)
+        check_integer("interval", self.interval, at_least=1, at_most=_LARGEST_INTERVAL)
         check_choice("update_order", self.update_order, _UPDATE_ORDERS)
         check_choice("synchronization", self.synchronization, _SYNCHRONIZATIONS)
         check_on_peer_loss(self.on_peer_loss)
@@ -85,6 +88,11 @@ class HopSettings:
                 f"more than {_NOTIFY_ACK_GAP} iterations ahead of another, and they would never come into play. "
                 f"Received: synchronization={self.synchronization!r}, num_backup_workers={self.num_backup_workers}, "
                 f"max_staleness={self.max_staleness}."
+            )
+        if self.interval > 1 and self.update_order == "serial":
+            raise ValueError(
+                "`interval` must be 1 with update_order='serial', which averages the result of every update. "
+                f"Received: interval={self.interval}."
             )
         self._check_skewed_shards()
         if self.max_iteration_gap <= self.max_staleness:

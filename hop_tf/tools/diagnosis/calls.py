@@ -22,6 +22,8 @@ def kept_settings(strategy: str, settings: Mapping[str, object], other: str) -> 
     if not hasattr(hop_tf, strategy):  # A strategy of the user.
         return {}
     own, others = _defaults(strategy), _defaults(other)
+    if strategy != other:
+        others.pop("interval", None)  # Windows of DTS are hidden for longer than iterations of Hop.
     return {name: value for name, value in settings.items() if name in others and value != own.get(name)}
 
 

@@ -255,8 +255,9 @@ class WhatIf:
         from hop_tf.tools.simulate.training import simulate_training
 
         strategy, settings = strategy or self.strategy, self.settings if settings is None else settings
-        # Ranks send once in a window, so there are more steps: a multiple of the recorded ones, which count alike.
-        interval = _interval(settings) if strategy == "DTSStrategy" else 1
+        # Ranks send once in a window, or an iteration, so there are more steps: a multiple of the recorded ones, which
+        # count alike.
+        interval = _interval(settings) if strategy == "DTSStrategy" else int(settings.get("interval", 1))
         num_rounds = math.ceil(_LEAST_STEPS * interval / self._num_steps)
         try:
             return simulate_training(

@@ -129,7 +129,7 @@ def simulate_hop(
       hosts: The host of each rank, for a hierarchical topology.
       faults: Ranks that die, and are started again. The others notice a death after two seconds, or by the restart.
       **settings: Further arguments of `HopStrategy`: max_iteration_gap, num_backup_workers, max_staleness, skip,
-        update_order, synchronization, on_peer_loss.
+        interval, update_order, synchronization, on_peer_loss.
 
     Returns:
       The record.
@@ -393,4 +393,5 @@ class _Rank(HopTraining, State):
         self.x = self.x + incoming.buckets[0][: self.x.size]
 
     def before_exchange(self, step: int) -> None:
-        self._joining.at_step(step + self.exchange.step_offset)
+        last = self.exchange.steps_of(step // self._settings.interval)[-1]
+        self._joining.at_step(last + self.exchange.step_offset)

@@ -261,28 +261,33 @@ class HopTraining(Training):
         """Called before the rank submits this step's parameters."""
 
     def take_step(self, step: int, compute_seconds: float) -> int:
-        is_serial = self._settings.update_order == "serial"
+        is_serial, interval = self._settings.update_order == "serial", self._settings.interval
         self.compute(step)
         ready = self.begin_to_compute(step, compute_seconds)
+        if step % interval:
+            self.sleep_until(ready)
+            self.apply()
+            return 0
+        k = step // interval
         if is_serial:
             self.sleep_until(ready)
             self.apply()
         self.before_exchange(step)
         # In reality the communication thread waits while the rank computes, so its wait comes first here.
-        incoming = self._exchange_step(step, STEP, self.parameters())
+        incoming = self._exchange_step(k, STEP, self.parameters())
         self.sleep_until(ready)
-        incoming = incoming or self._exchange_step(step, REDUCTION, ())
+        incoming = incoming or self._exchange_step(k, REDUCTION, ())
         self.add(incoming)
         if not is_serial:
             self.apply()
         if incoming.num_skipped:
-            self.add(self._exchange_step(step, RENEWAL, self.parameters()))
+            self.add(self._exchange_step(k, RENEWAL, self.parameters()))
         self.have_result(step, ready)
-        return incoming.num_skipped
+        return (incoming.num_skipped + 1) * interval - 1 if incoming.num_skipped else 0
 
-    def _exchange_step(self, step: int, segment: int, buckets: tuple) -> Incoming | None:
+    def _exchange_step(self, k: int, segment: int, buckets: tuple) -> Incoming | None:
         """Makes a step of the exchange, as `ExchangeRunner` does."""
-        outgoing = Outgoing(step, segment, buckets)
+        outgoing, step = Outgoing(k, segment, buckets), self.exchange.steps_of(k).start
         if self.recorder is None:
             return self.exchange.step(outgoing)
         begin, before = self.clock.now, dict(self.exchange.outcomes())
@@ -291,7 +296,7 @@ class HopTraining(Training):
         self.record(Kind.EXCHANGE, begin, step)
         outcomes = {name: count - before.get(name, 0) for name, count in self.exchange.outcomes().items()}
         if incoming is not None:
-            outcomes |= {"skipped": incoming.num_skipped}
+            outcomes |= {"skipped": incoming.num_skipped * self._settings.interval}
         for name, number in outcomes.items():
             if number:
                 self.recorder.add(Kind.OUTCOME, self.recorder.now(), step=step, name=name, number=number)

@@ -43,6 +43,8 @@ _MODES = {
     "staleness_with_skip": {"max_staleness": 3, "skip": hop_tf.SkipIterations(max_jump=5)},
     "serial_staleness": {"max_staleness": 3, "update_order": "serial"},
     "two_backups": {"num_backup_workers": 2},
+    "interval": {"on_peer_loss": "continue", "interval": 3},
+    "interval_backup_with_skip": {"num_backup_workers": 1, "skip": hop_tf.SkipIterations(max_jump=5), "interval": 2},
 }
 
 
@@ -68,7 +70,7 @@ class _ObservedJob(Job):
         super().__init__(settings=settings, num_steps=num_steps, problem=problem, **arguments)
         self.newcomers = []
         self.num_events_to_begin = 0
-        self._is_serial = settings.update_order == "serial"
+        self._is_serial, self._interval = settings.update_order == "serial", settings.interval
         self._states = collections.defaultdict(list)  # By step; with the times.
         self._restarted = set()
         self._waiting = set(range(len(num_steps)))
@@ -98,8 +100,8 @@ class _ObservedJob(Job):
             self.num_events_to_begin = self.cluster.scheduler.num_events
 
     def began_elsewhere(self, step, x):
-        """True if `x` was some rank's state in the step before `step`, or earlier if the furthest rank had ended."""
-        states = [state for _, state in self._states[max(step - 1, 0)]]
+        """True if `x` was a rank's state in the iteration before `step`, or earlier if the furthest rank had ended."""
+        states = [state for _, state in self._states[max(step - self._interval, 0)]]
         first_end = np.nanmin(self.result.finished_seconds, initial=np.inf)
         for earlier in range(step - 1):
             states += [state for seconds, state in self._states[earlier] if seconds > first_end]
@@ -202,7 +204,8 @@ class RandomFaultsTest(tf.test.TestCase):
             self.assertLessEqual(result.most_updates[rank], limit)
         for rank in set(range(case.world_size)) - dead:
             for neighbor in set(case.topology.out_neighbors(rank)) - dead:
-                self.assertLessEqual(result.largest_gap[rank, neighbor], case.settings.gap)
+                most = (case.settings.gap + 1) * case.settings.interval - 1
+                self.assertLessEqual(result.largest_gap[rank, neighbor], most)
 
 
 class EveryStateTest(tf.test.TestCase, parameterized.TestCase):

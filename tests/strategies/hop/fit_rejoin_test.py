@@ -31,6 +31,7 @@ _SETTINGS = {
     "backup": {"num_backup_workers": 1},
     "hybrid_with_skip": {"num_backup_workers": 1, "max_staleness": 3, "skip": hop_tf.SkipIterations()},
     "standard": {"on_peer_loss": "continue"},
+    "interval": {"num_backup_workers": 1, "interval": 3},
 }
 
 
@@ -173,7 +174,7 @@ class HopFitRejoinTest(tf.test.TestCase, parameterized.TestCase):
     def test_joins(self):
         self._check_joins("backup")
 
-    @parameterized.parameters("hybrid_with_skip", "standard")
+    @parameterized.parameters("hybrid_with_skip", "standard", "interval")
     @pytest.mark.stress
     def test_joins_under_other_settings(self, name):
         self._check_joins(name)

@@ -439,6 +439,7 @@ class FrozenTest(tf.test.TestCase, parameterized.TestCase):
         ("ring", 2, {"num_backup_workers": 1}),
         ("ring", 4, {"num_backup_workers": 1, "skip": hop_tf.SkipIterations()}),
         ("ring", 4, {"max_staleness": 4, "skip": hop_tf.SkipIterations()}),
+        ("ring", 4, {"num_backup_workers": 1, "interval": 4}),
     )
     def test_the_others_do_not_wait(self, topology, world_size, settings):
         """The frozen rank owes its tokens. It continues at the others' step, and skips the steps that it has missed."""
