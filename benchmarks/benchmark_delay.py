@@ -4,16 +4,18 @@
     python benchmarks/benchmark_delay.py --tasks=resnet,transformer --cifar10=cifar10.npz --optimizers=sgd,adamw
     python benchmarks/benchmark_delay.py --tasks=perceptron --ranks=alike,slow --shards=identical,skewed
     python benchmarks/benchmark_delay.py --experiments=time --tasks=perceptron,cnn --seeds=0 --output=results
+    python benchmarks/benchmark_delay.py --experiments=time --link=1e7 --round_trip=0.277 --step_seconds=0.05 \
+        --world_size=2 --kinds=auto,dts_auto,diloco:20:6:2
 
 accuracy    Accuracy on held-out data for every strategy, with its default settings and some others. All make as many
             steps as synchronous training, with the same, untuned learning rate and momentum. Shown are means over
             seeds, and the difference to synchronous training of the same seed in points, with its standard error. With
             a constant rate, accuracy varies by about a point from step to step; --schedule=cosine prevents that.
 time        Seconds to --target times the final accuracy of synchronous training (of the same seed), on an emulated
-            network with --link bits per second (which needs root). PyTorch's DistributedDataParallel over gloo and
-            tf_keras's MultiWorkerMirroredStrategy are compared, if they are installed. The first step, which traces,
-            does not count, nor does evaluation: rank 0 keeps the weights with which it computes every
-            --evaluate_every steps, and evaluates them afterwards.
+            network with --link bits per second and --round_trip seconds (which needs root). PyTorch's
+            DistributedDataParallel over gloo, tf_keras's MultiWorkerMirroredStrategy and torchft's DiLoCo are compared,
+            if they are installed. The first step, which traces, does not count, nor does evaluation: rank 0 keeps the
+            weights with which it computes every --evaluate_every steps, and evaluates them afterwards.
 
 Ranks are real processes that call `fit`; nothing is simulated. In accuracy they are on loopback. All kinds of training
 begin with the same weights and see the same global batches, of which each rank takes its contiguous part. When `fit`
@@ -32,6 +34,7 @@ Kinds, --kinds: labels of a strategy with, behind colons, arguments of its const
   hop, pipe, dts, canary, shat   the strategies (shat with one server more, on a host of its own); pipe and dts are
                                  lossless over a mesh, unless others are given, with K = 2, or D = 4 and p = 4
   ddp, mirrored                  PyTorch and tf_keras, in time only
+  diloco:p:D:P                   torchft's DiLoCo, in time only: P fragments, each sent every p steps, D steps early
 Ranks, --ranks: with "slow" the last rank is ten times slower than the others, whose computation is emulated: asleep.
 Shards, --shards: with "skewed" each rank has its own classes (files, in transformer), and draws from them only.
 """
@@ -99,6 +102,7 @@ _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
 )
 _LINK = flags.DEFINE_string("link", "1e8", "Of time: bits per second of each host's link.")
+_ROUND_TRIP = flags.DEFINE_float("round_trip", 0.0, "Of time: seconds there and back between any two hosts.", 0.0)
 _TARGET = flags.DEFINE_float("target", 0.98, "Of time: the share of synchronous training's accuracy.", 0.0, 1.0)
 _EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 5, "Of time: steps between evaluations.", lower_bound=1)
 _TIMEOUT_SECONDS = flags.DEFINE_float("timeout_seconds", 3600.0, "How long a training may take.")
@@ -135,7 +139,7 @@ _Found = dict[_Key, list[Trained | None]]
 
 
 def _serve(case: dict, rank: int) -> Trained | None:
-    return (delay_peers if case["kind"] in delay_peers.PACKAGES else delay_ranks).train(case, rank)
+    return (delay_peers if delay_peers.package_of(case["kind"]) else delay_ranks).train(case, rank)
 
 
 # In the parent.
@@ -166,16 +170,17 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
     if step_seconds:
         slowdowns = (Slowdown(rank=world_size - 1, factor=_SLOWDOWN),) if setting.ranks == _SLOW else ()
         environment = ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns).to_environment()
-    num_servers = 0 if kind in delay_peers.PACKAGES else delay_ranks.parse_kind(kind).num_servers
+    num_servers = 0 if delay_peers.package_of(kind) else delay_ranks.parse_kind(kind).num_servers
     try:
         return ranks.run(
             __file__,
             case,
             world_size + num_servers,
             link,
-            num_ports=1,
+            num_ports=delay_peers.num_ports_of(kind),
             environment=environment,
             timeout_seconds=_TIMEOUT_SECONDS.value,
+            **({} if link == ranks.LOOPBACK else {"round_trip_seconds": _ROUND_TRIP.value}),
         )[:world_size]
     except RuntimeError as error:  # Keeps the results of the hours before.
         print(f"  {kind}, seed {seed}, has failed: {error}", flush=True)
@@ -302,11 +307,13 @@ def _run_time() -> None:
 
 def _kinds_of_time() -> list[str]:
     """Returns the kinds with synchronous training, which sets the target, and only with installed libraries."""
-    kinds = _KINDS_USED.value or [*_KINDS, *delay_peers.PACKAGES]
-    for name, package in delay_peers.PACKAGES.items():
-        if name in kinds and not peers.is_installed(package):
-            print(f"{name} is left out: {package} is not installed.")
-            kinds = [kind for kind in kinds if kind != name]
+    kinds = []
+    for kind in _KINDS_USED.value or [*_KINDS, *delay_peers.KINDS]:
+        package = delay_peers.package_of(kind)
+        if package is None or peers.is_installed(package):
+            kinds.append(kind)
+        else:
+            print(f"{kind} is left out: {package} is not installed.")
     return _kinds([SYNCHRONOUS, *kinds])
 
 
@@ -369,7 +376,7 @@ def _check_flags() -> None:
             f"--batch_size must be a multiple of --world_size={_WORLD_SIZE.value}. Received: {_BATCH_SIZE.value}."
         )
     for kind in _KINDS_USED.value or ():
-        if kind in delay_peers.PACKAGES and "accuracy" not in _EXPERIMENTS.value:
+        if delay_peers.package_of(kind) and "accuracy" not in _EXPERIMENTS.value:
             continue
         try:
             delay_ranks.parse_kind(kind)

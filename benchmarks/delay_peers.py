@@ -6,6 +6,7 @@ If computation is emulated, they sleep for that time before each step, in additi
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,13 +19,25 @@ import keras
 import numpy as np
 import peers
 
-DDP, MIRRORED = "ddp", "mirrored"
-PACKAGES = {DDP: "torch", MIRRORED: "tf_keras"}
+DDP, MIRRORED, DILOCO = "ddp", "mirrored", "diloco"
+_PACKAGES = {DDP: "torch", MIRRORED: "tf_keras", DILOCO: "torchft"}
+KINDS = list(_PACKAGES)
+
+
+def package_of(kind: str) -> str | None:
+    """Returns the package that trains a kind such as "ddp" or "diloco:20:8:2", or None if that is hop_tf."""
+    return _PACKAGES.get(kind.partition(":")[0])
+
+
+def num_ports_of(kind: str) -> int:
+    """Returns the number of a rank's ports."""
+    return 2 if kind.startswith(DILOCO) else 1
 
 
 def train(case: Mapping, rank: int) -> delay_ranks.Trained:
-    """Trains by "ddp" (DistributedDataParallel over gloo) or "mirrored" (MultiWorkerMirroredStrategy)."""
-    return {DDP: _train_ddp, MIRRORED: _train_mirrored}[case["kind"]](case, rank)
+    """Trains by DistributedDataParallel over gloo, MultiWorkerMirroredStrategy, or torchft's DiLoCo."""
+    name = case["kind"].partition(":")[0]
+    return {DDP: _train_ddp, MIRRORED: _train_mirrored, DILOCO: _train_diloco}[name](case, rank)
 
 
 def _own(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:
@@ -80,13 +93,48 @@ def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
 
 
 def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
-    (addresses,) = case["addresses"]
-    torch = peers.join_gloo(rank, addresses)
+    torch = peers.join_gloo(rank, *case["addresses"])
+    return _train_torch(
+        torch, case, rank, lambda network, optimizer: torch.nn.parallel.DistributedDataParallel(network)
+    )
+
+
+def _train_diloco(case: Mapping, rank: int) -> delay_ranks.Trained:
+    """Trains `diloco:interval:delay:fragments`, by default 20, 0, 1, with the outer optimizer of DiLoCo's authors.
+
+    A fragment is sent every `interval` steps, and takes effect `delay` steps later, which is the end of its interval.
+    """
+    torch, manager = peers.join_torchft(rank, *case["addresses"])
+    from torchft.local_sgd import DiLoCo
+
+    given = list(map(int, case["kind"].split(":")[1:]))
+    interval, delay, num_fragments = [*given, *(20, 0, 1)[len(given) :]]
+
+    def distribute(network: Any, optimizer: Any) -> Any:
+        values = list(network.parameters())
+        bounds = np.linspace(0, len(values), num_fragments + 1).astype(int)
+        fragments = [torch.nn.ParameterList(values[begin:end]) for begin, end in itertools.pairwise(bounds)]
+        outer = [torch.optim.SGD(each.parameters(), 0.7, momentum=0.9, nesterov=True) for each in fragments]
+        DiLoCo(manager, fragments, optimizer, outer, interval, fragment_sync_delay=delay).__enter__()
+        return network
+
+    return _train_torch(torch, case, rank, distribute)
+
+
+def _train_torch(torch: Any, case: Mapping, rank: int, distribute: Callable[[Any, Any], Any]) -> delay_ranks.Trained:
+    """Trains with PyTorch.
+
+    Args:
+      torch: The package.
+      case: The case.
+      rank: The rank.
+      distribute: `distribute(network, optimizer)` returns the module that ranks train together.
+    """
     task, data, rows = delay_ranks.load(case)
     template = task.make_model(keras, case["seed"])
     network = _make_network(torch, _FORWARD[case["task"]], template.get_weights())
-    model = torch.nn.parallel.DistributedDataParallel(network)
     optimizer = _make_optimizer(torch, network.parameters(), case)
+    model = distribute(network, optimizer)
     share_of_rate = functools.partial(_share_of_rate, case["schedule"], len(rows))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
     loss_of = torch.nn.CrossEntropyLoss()
@@ -96,16 +144,14 @@ def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
         return [parameter.detach().numpy().copy() for parameter in network.parameters()]
 
     clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
-    for chosen in torch.from_numpy(_own(rows, rank, len(addresses))):
+    for chosen in torch.from_numpy(_own(rows, rank, case["world_size"])):
         time.sleep(case["step_seconds"])
         optimizer.zero_grad()
         loss_of(model(x[chosen]), y[chosen].long()).backward()
         optimizer.step()
         schedule.step()
         clock.step(get_weights)
-    trained = _evaluated(template, get_weights(), clock, data.test, rank)
-    torch.distributed.destroy_process_group()
-    return trained
+    return _evaluated(template, get_weights(), clock, data.test, rank)
 
 
 def _make_network(torch: Any, forward: Callable, weights: Sequence[np.ndarray]) -> Any:

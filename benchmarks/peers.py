@@ -6,6 +6,7 @@ does not support it.
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
 import os
@@ -45,12 +46,62 @@ def join_gloo(rank: int, addresses: Sequence[str]) -> Any:
     import torch.distributed
 
     torch.set_num_threads(1)
-    host, _, port = addresses[0].rpartition(":")
-    os.environ["GLOO_SOCKET_IFNAME"] = _interface(addresses[rank].rpartition(":")[0])
+    host, port = _split(addresses[0])
+    os.environ["GLOO_SOCKET_IFNAME"] = _interface(_split(addresses[rank])[0])
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=len(addresses)
     )
     return torch
+
+
+def join_torchft(rank: int, addresses: Sequence[str], lighthouses: Sequence[str]) -> tuple[Any, Any]:
+    """Makes torchft's manager of a rank that is a replica of its own; returns the package `torch`, and the manager.
+
+    Args:
+      rank: The rank. The lighthouse runs at rank 0.
+      addresses: "host:port" of each rank, for its store.
+      lighthouses: The same with other ports. The first one is that of the lighthouse.
+    """
+    import torch
+    import torch.distributed
+    import torchft
+    import torchft.coordination
+
+    torch.set_num_threads(1)
+    (host, port), world_size = _split(addresses[rank]), len(addresses)
+    os.environ["GLOO_SOCKET_IFNAME"] = _interface(host)
+    if rank == 0:
+        bind = f"[::]:{_split(lighthouses[0])[1]}"
+        lighthouse = torchft.coordination.LighthouseServer(bind=bind, min_replicas=world_size, join_timeout_ms=1000)
+        _KEPT.append(lighthouse)
+    _KEPT.append(torch.distributed.TCPStore(host, port, is_master=True, wait_for_workers=False))
+    timeout = datetime.timedelta(minutes=10)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timeout),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=world_size,
+        use_async_quorum=False,
+        timeout=timeout,
+        quorum_timeout=timeout,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=port,
+        lighthouse_addr=f"http://{lighthouses[0]}",
+        replica_id=f"replica_{rank}",
+        hostname=host,
+        init_sync=False,  # All have the same weights.
+    )
+    return torch, manager
+
+
+_KEPT: list[Any] = []  # The servers of this process.
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def _interface(address: str) -> str:
