@@ -41,7 +41,7 @@ from hop_tf.topology import Topology, resolve
 
 
 class HopStrategy(ExchangeStrategy):
-    """Decentralized training: each rank averages its parameters with its neighbors' in every step.
+    """Decentralized training: each rank averages its parameters with its neighbors' in every step, or every p steps.
 
     At the same learning rate and momentum, accuracy is less than a point below synchronous training. If each rank has
     data of other classes, it is some 2 points below with three ranks, and with `skewed_shards=True` less than a point.
@@ -83,7 +83,7 @@ class HopStrategy(ExchangeStrategy):
         world of one it does not matter. Its weights are used only without backup workers and staleness. With them the
         updates of an iteration count alike, so that ranks with more neighbors contribute more to the consensus: on an
         undirected graph, in proportion to the number of neighbors plus one.
-      max_iteration_gap: Most steps a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
+      max_iteration_gap: Most iterations a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
         rank keeps up to `(1 + max_iteration_gap) * |N_in|` updates in memory. NOTIFY-ACK does not use it. Default 8.
       num_backup_workers: The number of in-neighbors whose updates a rank does not wait for. It averages the updates
         that it has with equal weights (Figure 8). One number for all ranks, or a list with one for each (the paper's
