@@ -180,7 +180,7 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
             num_ports=delay_peers.num_ports_of(kind),
             environment=environment,
             timeout_seconds=_TIMEOUT_SECONDS.value,
-            **({} if link == ranks.LOOPBACK else {"round_trip_seconds": _ROUND_TRIP.value}),
+            round_trip_seconds=_ROUND_TRIP.value,
         )[:world_size]
     except RuntimeError as error:  # Keeps the results of the hours before.
         print(f"  {kind}, seed {seed}, has failed: {error}", flush=True)

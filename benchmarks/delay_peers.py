@@ -26,18 +26,22 @@ KINDS = list(_PACKAGES)
 
 def package_of(kind: str) -> str | None:
     """Returns the package that trains a kind such as "ddp" or "diloco:20:8:2", or None if that is hop_tf."""
-    return _PACKAGES.get(kind.partition(":")[0])
+    return _PACKAGES.get(_name_of(kind))
+
+
+def _name_of(kind: str) -> str:
+    return kind.partition(":")[0]
 
 
 def num_ports_of(kind: str) -> int:
     """Returns the number of a rank's ports."""
-    return 2 if kind.startswith(DILOCO) else 1
+    return 2 if _name_of(kind) == DILOCO else 1
 
 
 def train(case: Mapping, rank: int) -> delay_ranks.Trained:
     """Trains by DistributedDataParallel over gloo, MultiWorkerMirroredStrategy, or torchft's DiLoCo."""
-    name = case["kind"].partition(":")[0]
-    return {DDP: _train_ddp, MIRRORED: _train_mirrored, DILOCO: _train_diloco}[name](case, rank)
+    trains = {DDP: _train_ddp, MIRRORED: _train_mirrored, DILOCO: _train_diloco}
+    return trains[_name_of(case["kind"])](case, rank)
 
 
 def _own(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:

@@ -20,7 +20,7 @@ import re
 import statistics
 import threading
 import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Set
 from unittest import mock
 
 import keras  # noqa: F401  (keras and tensorflow set environment variables when they are first imported)
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "HOP_TF_SCHEDULE_SEED" not in os.environ:
         _deselect(config, items, "stress")
     if (tests := os.environ.get("HOP_TF_TESTS", "all")) != "all":
-        _deselect(config, items, "slow", but=() if tests == "quick" else _part(items, tests))
+        _deselect(config, items, "slow", but=set() if tests == "quick" else _part(items, tests))
 
 
 def _part(items: list[pytest.Item], tests: str) -> set[pytest.Item]:
@@ -74,7 +74,7 @@ def _inseparable(item: pytest.Item) -> str:
     return item.nodeid.rpartition("::")[0] if shares else item.nodeid
 
 
-def _deselect(config: pytest.Config, items: list[pytest.Item], name: str, but: Container[pytest.Item] = ()) -> None:
+def _deselect(config: pytest.Config, items: list[pytest.Item], name: str, but: Set[pytest.Item] = frozenset()) -> None:
     """Removes the cases that a marker leaves out, and keeps the order: all workers of xdist need the same list."""
     cases = collections.defaultdict(list)  # By marker: the cases of a test share theirs.
     for item in items:
@@ -84,8 +84,8 @@ def _deselect(config: pytest.Config, items: list[pytest.Item], name: str, but: C
     left_out = set()
     for of_test in cases.values():
         of_test.sort(key=_number)
-        of_marker = _left_out(of_test, **of_test[0].get_closest_marker(name).kwargs)
-        left_out.update(item for item in of_marker if item not in but)
+        left_out.update(_left_out(of_test, **of_test[0].get_closest_marker(name).kwargs))
+    left_out -= but
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -51,8 +51,8 @@ class Incoming:
     """The answer to an `Outgoing` of the same step. The graph gets answers in order.
 
     The segment is that of the `Outgoing`, unless the scheme returns more. `Exchange.parts` has the packing of its
-    buckets. TensorFlow takes over the arrays. Do not modify them afterwards. The training steps that follow may be
-    skipped: the next `Outgoing` then has the number `step + 1 + num_skipped`.
+    buckets. TensorFlow takes over the arrays. Do not modify them afterwards. So many training steps that follow may be
+    skipped: the next `Outgoing` is then that of the step after them.
     """
 
     step: int
@@ -435,8 +435,7 @@ class ExchangeRunner:
         if not num_skipped and outcomes == self._outcomes:
             return
         new = {name: count - self._outcomes.get(name, 0) for name, count in outcomes.items()}
-        num_steps = num_skipped * len(self._exchange.steps_of(0))
-        new |= {"skipped": num_steps, "jumps": int(num_skipped > 0)}
+        new |= {"skipped": num_skipped, "jumps": int(num_skipped > 0)}
         for name, number in new.items():
             if number > 0:
                 self._recorder.add(Kind.OUTCOME, time.time(), step=step, name=name, number=number)

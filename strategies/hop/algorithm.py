@@ -28,7 +28,7 @@ class HopAlgorithm(Algorithm):
         super().__init__(group)
         self._settings, self._shares = settings, shares
         # Between `before_update` and `after_update`: the trained variables; what averaging has changed in them, if
-        # velocities need it; and the number of iterations to skip.
+        # velocities need it; and the number of steps to skip.
         self._before: list[tf.Tensor] = []
         self._moves: list[tf.Tensor] = []
         self._num_skipped: tf.Tensor | None = None
@@ -42,20 +42,17 @@ class HopAlgorithm(Algorithm):
     def after_update(self) -> tf.Tensor:
         before, moves, num_skipped = self._before, self._moves, self._num_skipped
         self._before, self._moves, self._num_skipped = [], [], None
-        interval = self._settings.interval
         if self._shares is not None:
             self._weigh_step(before, self._shares.times_mean - 1)
         if self._settings.skewed_shards:
-            add_to_velocities(self.group, moves, lambda momentum: momentum / interval)  # As if made in the step before.
+            # As if made in the step before, and part by part in each step of the iteration.
+            add_to_velocities(self.group, moves, lambda momentum: momentum / self._settings.interval)
         if self._settings.update_order == "serial":
             values = read_all(self.group.variables)
             _, num_skipped = self._average(values, values)
         if self._settings.skip is not None:
             tf.cond(num_skipped > 0, self._renew, lambda: num_skipped)
-        if interval == 1:
-            return num_skipped
-        with tf.device("/cpu:0"):  # From the first step of an iteration to the first step of the one jumped to.
-            return tf.where(num_skipped > 0, (num_skipped + 1) * interval - 1, 0)
+        return num_skipped
 
     def _weigh_step(self, before: Sequence[tf.Tensor], more: tf.Tensor) -> None:
         """Multiplies the optimizer's step by n times this rank's part of a batch, for n ranks that are present."""
@@ -63,25 +60,26 @@ class HopAlgorithm(Algorithm):
             variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 
     def _average_if_due(self, values: Sequence[tf.Tensor], computed: Sequence) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Averages in the first step of an iteration. Returns the changes if needed, and iterations to skip."""
+        """Averages in the first step of an iteration. Returns the changes if needed, and steps to skip."""
         settings = self._settings
         if settings.interval == 1:
             return self._average(values, computed)
 
-        def take() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        def take() -> tuple[list[tf.Tensor], tf.Tensor]:
             moves, num_skipped = self._take_average(computed)
-            return (moves if settings.skewed_shards else []), [num_skipped] * (settings.skip is not None)
+            return (moves if settings.skewed_shards else []), num_skipped
 
-        def nothing() -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        def nothing() -> tuple[list[tf.Tensor], tf.Tensor]:
             moves = [tf.zeros_like(value) for value in values] if settings.skewed_shards else []
-            return moves, [tf.constant(0, tf.int64)] * (settings.skip is not None)
+            return moves, tf.constant(0, tf.int64)
 
         with tf.device("/cpu:0"):
             is_due = self.group.read_step() % settings.interval == 0
         # Apart: where variables are changed has to wait for all who read them before, and sending has not.
         tf.cond(is_due, lambda: self.group.submit(values, step=self._iteration()), lambda: None)
         moves, num_skipped = tf.cond(is_due, take, nothing)
-        return moves, num_skipped[0] if num_skipped else tf.constant(0, tf.int64)
+        # The host need not wait for a device that tells it 0.
+        return moves, tf.constant(0, tf.int64) if settings.skip is None else num_skipped
 
     def _iteration(self) -> tf.Tensor | None:
         """k, the number of the iteration that the step belongs to; None if that is the step's."""

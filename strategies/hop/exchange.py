@@ -93,7 +93,7 @@ class HopExchange(Exchange, Joiner):
         return range(number * self._settings.interval, (number + 1) * self._settings.interval)
 
     def number_of(self, step: int) -> int:
-        # An iteration is submitted in its first step. So a step within it belongs to the next one that will be.
+        # An iteration is submitted in its first step. So a later one counts as a part of the next iteration.
         return -(-step // self._settings.interval)
 
     def step(self, outgoing: Outgoing) -> Incoming | None:
@@ -112,14 +112,18 @@ class HopExchange(Exchange, Joiner):
         self._has_followed = self._was_passed_by
         if self._has_followed:
             change, num_skipped = self._follow(x, k)
-            return Incoming(outgoing.step, segment, change, num_skipped)
+            return Incoming(outgoing.step, segment, change, self._steps_to_skip(num_skipped))
         change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
         self._pacing.reduced(k, self._incarnations)
         self._target = k + self._pacing.advance(k)  # Line 17.
         num_skipped = self._target - k - 1
         self._num_jumps += num_skipped > 0
         self._num_skipped += num_skipped
-        return Incoming(outgoing.step, segment, change, num_skipped)
+        return Incoming(outgoing.step, segment, change, self._steps_to_skip(num_skipped))
+
+    def _steps_to_skip(self, num_iterations: int) -> int:
+        """The steps from the first one of an iteration to the first one after so many further iterations."""
+        return (num_iterations + 1) * self._settings.interval - 1 if num_iterations else 0
 
     def _follow(self, x: Sequence[np.ndarray], k: int) -> tuple[tuple[np.ndarray, ...], int]:
         """Goes on where out-neighbors are, because they have gone on without this rank.

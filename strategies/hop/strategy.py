@@ -100,8 +100,8 @@ class HopStrategy(ExchangeStrategy):
         first step of an iteration only, and trains on its own in the others (local SGD over a graph). It sends p times
         less, and waits p times less often. The arguments above count iterations, and so do the counts of `report()` but
         for `steps`, and messages of errors. A jump leaves out the rest of the iteration that it begins in, too. Takes
-        update_order="parallel".
-        In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12 cost 0.7. Default 1.
+        update_order="parallel". In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12 cost 0.7.
+        Default 1.
       update_order: "parallel": a step sends the parameters that it begins with, and computes meanwhile. "serial": a
         step sends the result of its own update, and averages that (Figure 2, a). Communication is then not hidden
         behind the computation, but a step's gradient travels one step earlier. Default "parallel".

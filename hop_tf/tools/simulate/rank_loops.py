@@ -283,7 +283,7 @@ class HopTraining(Training):
         if incoming.num_skipped:
             self.add(self._exchange_step(k, RENEWAL, self.parameters()))
         self.have_result(step, ready)
-        return (incoming.num_skipped + 1) * interval - 1 if incoming.num_skipped else 0
+        return incoming.num_skipped
 
     def _exchange_step(self, k: int, segment: int, buckets: tuple) -> Incoming | None:
         """Makes a step of the exchange, as `ExchangeRunner` does."""
@@ -296,7 +296,7 @@ class HopTraining(Training):
         self.record(Kind.EXCHANGE, begin, step)
         outcomes = {name: count - before.get(name, 0) for name, count in self.exchange.outcomes().items()}
         if incoming is not None:
-            outcomes |= {"skipped": incoming.num_skipped * self._settings.interval}
+            outcomes |= {"skipped": incoming.num_skipped}
         for name, number in outcomes.items():
             if number:
                 self.recorder.add(Kind.OUTCOME, self.recorder.now(), step=step, name=name, number=number)

@@ -10,31 +10,22 @@ from absl.testing import parameterized
 
 import hop_tf
 from support import REFUSALS, in_process
+from support.least_squares import BATCH_SIZE, NUM_ROWS, gradient_in, problem, summed_square
 
-_BATCH_SIZE, _NUM_STEPS = 24, 12
-_RATE, _MOMENTUM = 0.05, 0.9
-
-
-@functools.cache
-def _problem():
-    """Returns inputs, targets and initial weights of least squares."""
-    random = np.random.default_rng(0)
-    x = random.normal(size=(_BATCH_SIZE * _NUM_STEPS, 3)).astype(np.float32)
-    y = x @ random.normal(size=(3, 4)) + random.normal(size=(len(x), 4))
-    return x, y.astype(np.float32), random.normal(size=(3, 4)).astype(np.float32)
+_NUM_STEPS = NUM_ROWS // BATCH_SIZE
+_RATE, _MOMENTUM = 0.0125, 0.9
 
 
 def _reference(mixing, nesterov, interval=1, skewed=True):
     """x_k+1 = W x_k + step(gradient at x_k), and then v_k+1 += m / p (W x_k - x_k), if k begins an iteration."""
-    x, y, start = _problem()
     num_ranks = len(mixing)
-    weights = np.stack([start.astype(np.float64)] * num_ranks)
-    velocities, share = np.zeros_like(weights), _BATCH_SIZE // num_ranks
+    gradient_of = gradient_in(num_ranks)
+    weights = np.stack([problem()[2].astype(np.float64)] * num_ranks)
+    velocities = np.zeros_like(weights)
     for step in range(_NUM_STEPS):
         moves = np.einsum("ji,jkl->ikl", mixing, weights) - weights if step % interval == 0 else 0 * weights
         for rank in range(num_ranks):
-            rows = slice(step * _BATCH_SIZE + rank * share, step * _BATCH_SIZE + (rank + 1) * share)
-            gradient = 2 / (4 * share) * x[rows].T.astype(np.float64) @ (x[rows] @ weights[rank] - y[rows])
+            gradient = gradient_of(rank, step, weights[rank])
             velocities[rank] = _MOMENTUM * velocities[rank] - _RATE * gradient
             update = _MOMENTUM * velocities[rank] - _RATE * gradient if nesterov else velocities[rank]
             weights[rank] += moves[rank] + update
@@ -43,13 +34,13 @@ def _reference(mixing, nesterov, interval=1, skewed=True):
 
 
 def _train(strategy, make_optimizer):
-    x, y, start = _problem()
+    x, y, start = problem()
     with strategy.scope():
         kernel = keras.layers.Dense(4, use_bias=False)
         model = keras.Sequential([keras.Input((3,)), kernel])
         kernel.set_weights([start])
-        model.compile(make_optimizer(), "mse")
-    model.fit(x, y, batch_size=_BATCH_SIZE, shuffle=False, verbose=0)
+        model.compile(make_optimizer(), summed_square)
+    model.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
     return kernel.get_weights()[0]
 
 
@@ -87,20 +78,16 @@ class IntervalTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(of_four - of_all, per_iteration * (_NUM_STEPS / 4 - 1), rtol=0.1)
 
     def test_metrics_of_an_epoch_that_ends_within_an_iteration_are_averaged(self):
-        x, y, _ = _problem()
-        rows = len(x) // 2
+        x, y, _ = problem()
 
         def run(strategy):
             with strategy.scope():
                 model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
                 model.compile(keras.optimizers.SGD(_RATE), "mse")
-            averages = [hop_tf.callbacks.MetricAverage()]
-            history = model.fit(
-                x[:rows], y[:rows], batch_size=_BATCH_SIZE, epochs=4, shuffle=False, verbose=0, callbacks=averages
-            )
-            return history.history["loss"]
+            fit = functools.partial(model.fit, batch_size=BATCH_SIZE, epochs=4, shuffle=False, verbose=0)
+            return fit(x, y, callbacks=[hop_tf.callbacks.MetricAverage()]).history["loss"]
 
-        first, second = in_process(hop_tf.HopStrategy, 2, interval=4).run(run)  # Epochs of six steps.
+        first, second = in_process(hop_tf.HopStrategy, 2, interval=3).run(run)  # Epochs of eight steps.
         self.assertEqual(first, second)
 
     @parameterized.parameters(
