@@ -180,9 +180,7 @@ class Autotuner:
         self._begin_measuring(setting)
 
     def _begin_measuring(self, setting: Setting) -> None:
-        self._age = 0
-        # After a change, the next times are those of a step before it.
-        self._num_stale = int(setting != self.setting)
+        self._age, self._is_late = 0, False
         self._heard: list[Times] = []  # The least times so far, if any.
         self.setting = setting
         # A program that has just begun is slow, and the first steps of a wider pipe wait for nothing.
@@ -203,8 +201,13 @@ class Autotuner:
         table[:, self._rank] = max(times.period, _LEAST_SECONDS), times.exchange, state, settled
         return table
 
-    def hear(self, mean: np.ndarray) -> None:
-        """Takes the mean of what ranks have handed out beside a step, and chooses the setting of the next one."""
+    def hear(self, mean: np.ndarray, setting: Setting | None) -> None:
+        """Takes the mean of what ranks have handed out beside a step, and chooses the setting of the next one.
+
+        Args:
+          mean: The mean of `own`.
+          setting: That of the step whose times these are: it may have been before a change. None: of several ones.
+        """
         if len(self._settings) == 1:
             return
         periods, exchanges, states, settled = mean.reshape(4, -1).tolist()
@@ -213,7 +216,9 @@ class Autotuner:
         self._may_widen = len(self._widths) > 1 and _IS_NARROW not in states
         interval = self._interval_of(self.setting.width)
         self._num_steps += interval
-        self._age = 0 if _IS_LATE in states else self._age + 1
+        is_stale = setting != self.setting or self._is_late
+        self._is_late = _IS_LATE in states
+        self._age = 0 if self._is_late else self._age + 1
         if self._present is None:  # The first step of a session.
             self._tracing_seconds = max(self._tracing_seconds, sum(periods))
         if present != self._present:
@@ -223,13 +228,26 @@ class Autotuner:
         if self.setting.width > self._widths[0] and not self._may_widen:
             self._narrow()
             return
-        # Means are sums over n. Whoever is last waits for nobody: its exchange took what it must.
-        times = Times(sum(periods), min(exchanges[rank] for rank in present) * len(present))
-        if self._age > self._num_stale:
-            self._heard = [_least([times, *self._heard])]
+        if is_stale or self._is_late:
+            return
+        times = self._times([Times(periods[rank], exchanges[rank]) for rank in present])
+        self._heard = [_least([times, *self._heard])]
         if self._age > self._num_rounds(self._scaled(self._num_skipped), at_least=2):
             self._measured.append(times)
             self._look()
+
+    def _times(self, of_ranks: Sequence[Times]) -> Times:
+        """The times of a step, of its ranks' times divided by their number.
+
+        If ranks wait for the exchange, the one that computes longest decides what a step takes beside it. What its own
+        exchange takes does not tell that: the others' values may be there before, in turns if there are two ranks.
+        """
+        period = sum(times.period for times in of_ranks)
+        if self.setting.width > 1:
+            return Times(period, min(times.exchange for times in of_ranks) * len(of_ranks))
+        interval = self._interval_of(1)
+        computing = max(times.period - times.exchange / interval for times in of_ranks) * len(of_ranks)
+        return Times(period, max(0.0, period - computing) * interval)
 
     def _scaled(self, number: int) -> int:
         """A number of steps, if ranks explore and all steps so far took long."""
@@ -446,7 +464,7 @@ class Autotuner:
         self._tell(self.ways[self.setting.way], self.setting.width, text)
 
     def _compare_block(self) -> None:
-        """Explores again after two blocks of steps whose times are others than those of the first block."""
+        """Chooses again after two blocks of steps whose times are others than those of the first block."""
         period, exchange = self._median()
         times = Times(period, exchange / self._interval_of(self.setting.width))  # Both of a step.
         self._measured.clear()
@@ -457,7 +475,7 @@ class Autotuner:
         differs = any(abs(now - then) > _CHANGE * longest for now, then in zip(times, self._basis, strict=True))
         differs = differs or self._would_choose_another(times)
         if differs and self._has_changed:
-            self._explore()
+            self._answer(times)
         elif not differs:
             self._try_wide()
         self._has_changed = differs
@@ -467,15 +485,35 @@ class Autotuner:
 
         An encoded exchange may be a small part of a step, before and after a link has become faster.
         """
-        times_as_long = times.exchange / (self._basis.exchange or times.exchange or 1.0)
-        if 1 / _BY_FAR < times_as_long < _BY_FAR:
+        if not _is_by_far(times.exchange, self._basis.exchange):
             return False
+        results = self._expected(times)
+        return bool(results) and self._best(self._candidates(self._may_widen), results) != self.setting
+
+    def _answer(self, times: Times) -> None:
+        """Explores again. After a change that is not by far, chooses another width at once, which needs no tracing."""
+        is_by_far = any(map(_is_by_far, times, self._basis))
+        results = self._expected(times)
+        if self._traces or is_by_far or not results or not self._widths[0] == 1 < self.setting.width:
+            self._explore()
+            return
+        results[self.setting] = Times(times.period, times.exchange * self._interval_of(self.setting.width))
+        self._results, self._least = results, dict(results)
+        self._choose([each for each in self._candidates(self._may_widen) if each.way == self.setting.way])
+
+    def _expected(self, times: Times) -> dict[Setting, Times]:
+        """The times that the least widths' settings would have now, if all exchanges have changed alike."""
+        times_as_long = times.exchange / (self._basis.exchange or times.exchange or 1.0)
         results = {}
         for setting in (each for each in self._results if each.width == 1):
             period, exchange = self._results[setting]
             longer = (times_as_long - 1) * exchange
             results[setting] = Times(period + longer / self._interval_of(1), exchange + longer)
-        return bool(results) and self._best(self._candidates(self._may_widen), results) != self.setting
+        return results
+
+
+def _is_by_far(now: float, then: float) -> bool:
+    return not 1 / _BY_FAR < now / (then or now or 1.0) < _BY_FAR
 
 
 def _kind(way: Way) -> str:

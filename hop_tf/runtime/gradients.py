@@ -160,7 +160,7 @@ class GradientExchange(AveragingExchange):
             self.rate.check(means[bucket][where], t)
         if has_times:
             bucket, where = self._times_place
-            self.tuner.hear(means[bucket][where])
+            self.tuner.hear(means[bucket][where], self._setting_before)
             if (width := self.tuner.setting.width) != self.chosen_widths[-1][1]:
                 self.chosen_widths.append((t, width))
         if self.tuner is not None:
@@ -181,6 +181,7 @@ class GradientExchange(AveragingExchange):
     def _begin_timing(self) -> None:
         self.chosen_widths = [(-math.inf, self.tuner.setting.width)]  # Each with its first step.
         self._times = Times(0.0, 0.0)  # Of the last step.
+        self._setting = self._setting_before = self.tuner.setting
         self._step_begun_at = self._clock()
         self._exchange_seconds = 0.0
 
@@ -198,6 +199,7 @@ class GradientExchange(AveragingExchange):
         if segment == 0:
             self._times = Times(now - self._step_begun_at, self._exchange_seconds)
             self._step_begun_at, self._exchange_seconds = now, 0.0
+            self._setting_before, self._setting = self._setting, self.tuner.setting
             for reduction in self._reductions:
                 if isinstance(reduction, Alternatives):
                     reduction.choose(self.tuner.setting.way)

@@ -275,11 +275,15 @@ class DTSExchange(AveragingExchange):
         self._begun_at[window] = now
         first = window - 1 - num_newer
         period = (now - self._begun_at.get(first, now)) / ((num_newer + 1) * course.schedule.interval)
-        # First, nothing is under way that steps could wait for.
-        begins = window < course.schedule.first_window + 2 * num_newer
-        is_late = self._is_ending or begins or course.setting != self.tuner.setting
         self._begun_at.pop(first - self.num_threads - 1, None)
-        return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), is_late)
+        return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), self._is_ending)
+
+    def _timed_setting(self, window: int) -> Setting | None:
+        """The setting that the times beside a window are of; None if they are of several, or nothing was in flight."""
+        course = self._courses.of(window)
+        num_newer = course.schedule.num_newer
+        num_before = num_newer + max(1, num_newer)  # At first, there is nothing that steps could wait for.
+        return None if window < course.schedule.first_window + num_before else course.setting
 
     def decide(self, number: int, means: Sequence[np.ndarray]) -> None:
         super().decide(number, means)
@@ -288,7 +292,7 @@ class DTSExchange(AveragingExchange):
         self._exchange_seconds[number] = self._clock() - self._begun_at[number]
         bucket, where = self._times_place
         if not self._courses.of(number).is_warmup:  # Its times say nothing of windows that are in flight.
-            self.tuner.hear(means[bucket][where])
+            self.tuner.hear(means[bucket][where], self._timed_setting(number))
         self._courses.choose(number, self.tuner.setting)
         # The graph takes it when this window is merged.
         next_window = number + 1 + self._courses.of(number).schedule.num_newer

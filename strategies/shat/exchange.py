@@ -106,7 +106,8 @@ class ShatExchange(Exchange, Joiner):
 
     def step(self, outgoing: Outgoing) -> Incoming:
         start = self._membership.monitor.now()
-        self.tuner.hear(self.tuner.own(self._times._replace(period=start - self._begun_at)))
+        times = self._times._replace(period=start - self._begun_at)
+        self.tuner.hear(self.tuner.own(times), self.tuner.setting)
         with self._servers.giving_up_alone():
             incoming = self._step(outgoing)
         seconds = self._membership.monitor.now() - start

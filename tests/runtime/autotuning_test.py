@@ -62,7 +62,7 @@ class _World:
             self.settings.append(setting)
             mean = np.mean([tuner.own(self._times[rank]) for rank, tuner in self.tuners.items()], axis=0)
             for rank, tuner in self.tuners.items():
-                tuner.hear(mean.ravel())
+                tuner.hear(mean.ravel(), self.settings[-2] if len(self.settings) > 1 else None)
                 self._times[rank] = self._take(rank, setting)
 
     def _take(self, rank, setting):
@@ -122,6 +122,34 @@ class WindowsTest(parameterized.TestCase):
                 num_steps += self._interval_of(world.settings[-1].width)
             self.assertLess(len(world.settings) - num_before, 150)
             self.assertEqual(world.setting, expected)
+
+    def test_two_ranks_that_wait_in_turns(self):
+        """One has begun 0.2 s later. In the next step it is the other one, and so on: waiting is no computing."""
+        sending, later = 0.27, 0.2
+        world = _World(0.05, (sending,) * 4, self._interval_of).begin(2, range(1, 22), traces=False)
+        take = world._take
+
+        def take_in_turns(rank, setting):
+            if setting.width > 1:
+                return take(rank, setting)
+            exchange = sending + (later if (len(world.settings) + rank) % 2 else -later)
+            return Times(world.computing + exchange, exchange)
+
+        world._take = take_in_turns
+        world.step(60)
+        self.assertEqual(world.setting.way, _MESH)
+        self.assertBetween(world.setting.width, 1 + 5, 1 + 6)
+
+    @parameterized.parameters((1.4, 1 + 4), (0.7, 1 + 2))
+    def test_a_change_that_is_not_by_far_needs_no_exploring(self, times_as_long, expected):
+        world = _World(0.02, (0.2, 0.2, 0.06, 0.07), self._interval_of).begin(widths=range(1, 22), traces=False)
+        world.step(60)
+        self.assertEqual(world.setting, Setting(_INT8, 1 + 3))
+        world.sending = tuple(times_as_long * seconds for seconds in world.sending)
+        world.step(100)
+        self.assertEqual(world.setting, Setting(_INT8, expected))
+        self.assertEqual({setting.way for setting in world.settings[60:]}, {_INT8})
+        self.assertNotIn(1, {setting.width for setting in world.settings[60:]})
 
     @staticmethod
     def _interval_of(width):

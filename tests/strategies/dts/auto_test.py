@@ -225,6 +225,32 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(report["encoded_bytes_per_value"], codecs.Int8().bytes_per_value)
 
     @pytest.mark.slow
+    def test_times_are_those_of_the_setting_that_they_are_heard_of(self):
+        """Windows are in flight when another setting begins, and their times come later."""
+        seconds, heard = (0.1, 0.001), []
+        mean = AllReduce.mean
+
+        def slow(self, *arguments, **keywords):
+            time.sleep(seconds["/1" in self._name.partition("/")[2]])
+            return mean(self, *arguments, **keywords)
+
+        def hear(self, values, setting):
+            self._num_steps += 1
+            heard.append((values[2], setting))  # Of rank 0, divided by two.
+            self.setting = Setting(self._num_steps // 5 % 2, [1, 4, 6, 1, 1, 3][self._num_steps // 5 % 6])
+
+        patches = [(AllReduce, "mean", slow), (Autotuner, "hear", hear), (ways, "_LEAST_BYTES", 0)]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(mock.patch.object(*patch))
+            _cluster(algorithm="mesh").run(lambda strategy: _fit_in(strategy, num_repeats=8) and None)
+        told = [(2 * exchange, setting) for exchange, setting in heard if setting is not None]
+        self.assertGreater(len(told), 40)
+        self.assertLen({setting for _, setting in told}, 5)
+        for exchange, setting in told:
+            self.assertEqual(exchange >= seconds[0], setting.way == 0, msg=(exchange, setting))
+
+    @pytest.mark.slow
     def test_gradients_that_are_computed_for_longer_than_means_take(self):
         _, reports = self._train(0.0, codec=None, algorithm="mesh")
         self.assertIn(reports[0]["delay"], (0, 1, 2))
@@ -285,7 +311,7 @@ class WarmupTest(absltest.TestCase):
             x = np.ones((16 * 4, 3), np.float32)
             model.fit(x, x[:, :1], batch_size=4, verbose=0)
 
-        with mock.patch.object(Autotuner, "hear", lambda tuner, mean: heard.append(mean)):
+        with mock.patch.object(Autotuner, "hear", lambda tuner, mean, setting: heard.append(mean)):
             in_process(hop_tf.DTSStrategy, 2, delay=2, interval=2, warmup_steps=6).run(run)
         num_later = (16 - 6) / 2 + 1  # With the last, empty one.
         self.assertLen(heard, 2 * num_later)
