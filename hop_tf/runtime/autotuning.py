@@ -9,14 +9,16 @@ that of a round of p steps; K may determine p. Of each candidate a step takes
     K = 1       computing + communicating / p            (Pipe-SGD, Equation 2)
     K >= 2      max(computing, communicating / p)        (Equation 4)
 
-and one that changes training more than another has to save `WORTHWHILE` of that one's step.
+and one that changes training more than another has to save `WORTHWHILE` of that one's step. Among larger widths, one
+that is larger than another has to save less, so that communication is hidden.
 
     exploring   Each way makes a few steps at the least width; only the first one, if communicating is short. Before
                 another one than the first candidate is chosen, that one makes a few steps more, unless it is slower by
                 far: programs are slower when they have just begun.
     settled     What is chosen is kept, until its times are others for two blocks of steps. Then ranks explore again;
-                also if other ranks take part than before. If a larger width promises enough, it makes a few steps as
-                soon as it would have saved the time that it takes to trace its graph.
+                also if other ranks take part than before. If no graph has to be traced, and times are not others by
+                far, ranks choose another width by the times that they have. If a larger width promises enough, it makes
+                a few steps as soon as it would have saved the time that it takes to trace its graph.
 """
 
 from __future__ import annotations
@@ -429,7 +431,7 @@ class Autotuner:
             return self._seconds(setting, results)
 
         def change(setting: Setting) -> tuple:
-            return self.ways[setting.way].codec, setting.width
+            return self.ways[setting.way].codec, setting.width > self._widths[0]
 
         return choose(candidates, seconds, change, lambda setting: self._seconds(setting, results or self._least))
 
