@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
+from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.worker import Worker
-from hop_tf.strategies.shat.pushes import PushedStep
+from hop_tf.strategies.shat.pushes import PushedStep, make_pushes
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.state import GroupState
 
@@ -22,11 +23,13 @@ class ShatAlgorithm(Algorithm):
       group: The group, whose exchange is a `ShatExchange`.
       settings: The settings of the strategy.
       worker: This rank among the others.
+      shares: The part of a batch that each worker takes. Default: all parts are equal.
     """
 
-    def __init__(self, group: Group, settings: ShatSettings, worker: Worker):
+    def __init__(self, group: Group, settings: ShatSettings, worker: Worker, shares: BatchShares | None = None):
         super().__init__(group)
         self._settings, self._worker = settings, worker
+        self._pushes = make_pushes(group.context, settings, shares)
         self._step: PushedStep | None = None  # Between `before_update` and `after_update`.
 
     @property
@@ -51,30 +54,50 @@ class ShatAlgorithm(Algorithm):
             self._worker.join_at_once(self.group)
 
     def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
-        self._step = self.group.exchange.pushes.begin(self.group, values, gradients)
+        self._step = self._pushes.begin(self.group, values, gradients)
         return gradients
 
     def after_update(self) -> tf.Tensor:
-        group, exchange = self.group, self.group.exchange
+        group, interval = self.group, self._settings.interval
         step, self._step = self._step, None
-        local, outgoing = exchange.pushes.finish(group, step)
-        received, _ = group.collect(outgoing)  # Line 6.
-        weights = received[-1]
-        for index, variable in enumerate(group.trained):
-            variable.assign(_mix(local[index], received[index], exchange.spread(weights, index)))  # Line 8.
-        for variable, change in zip(group.carried, received[group.num_trained : -1], strict=True):
-            variable.assign_add(change)
+        if interval == 1:
+            self._take(*self._pushes.finish(group, step))
+        else:
+            self._pushes.add(group, step)
+            with tf.device("/cpu:0"):
+                window, place = group.read_step() // interval, group.read_step() % interval
+            tf.cond(place == interval - 1, lambda: self._push_window(window), lambda: None)
         if ema_overwrite_frequency(group.optimizer()):
             # The servers have replaced weights by averages. The worker's optimizer does so next, then without effect.
             for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
                 average.assign(variable)
         return super().after_update()
 
+    def _push_window(self, number: tf.Tensor) -> None:
+        self._take(*self._pushes.push(self.group, number), number)
+
+    def _take(self, local: Sequence[tf.Tensor], outgoing: Sequence[tf.Tensor], number: tf.Tensor | None = None) -> None:
+        """Emits the ops that mix the answer to a push into the worker's model."""
+        group, exchange = self.group, self.group.exchange
+        received, _ = group.collect(outgoing, step=number)  # Line 6.
+        weights = received[-1]
+        for index, variable in enumerate(group.trained):
+            variable.assign(_mix(local[index], received[index], exchange.spread(weights, index)))  # Line 8.
+        for variable, change in zip(group.carried, received[group.num_trained : -1], strict=True):
+            variable.assign_add(change)
+
+    def begin_session(self) -> None:
+        if self._settings.interval > 1:
+            self._pushes.begin_window()
+
     def abort(self) -> None:
-        if self.group.exchange.sent_rounds:
-            self.served.keep_model()  # The model is a mixture that contains others' pushes in part.
+        if int(self.group.step):
+            self.served.keep_model()  # The model is a mixture that contains others' pushes in part, and unsent steps.
 
     def finish(self) -> None:
+        window, num_unsent = divmod(int(self.group.step), self._settings.interval)
+        if num_unsent:
+            self._push_window(tf.constant(window, tf.int64))
         if not self.group.exchange.sent_rounds:  # Others may keep older values of the same variables.
             return
         if self._settings.keeps_own_models:

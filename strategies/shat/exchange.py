@@ -18,7 +18,7 @@ from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
 from hop_tf.runtime.ways import Way, num_encoded_bytes
-from hop_tf.strategies.shat.pushes import NUM_BESIDE, GradientPushes, StepPushes
+from hop_tf.strategies.shat.pushes import NUM_BESIDE
 from hop_tf.strategies.shat.requests import Request
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import PUSH
@@ -39,7 +39,6 @@ class ShatExchange(Exchange, Joiner):
       tell: As of `Autotuner`. Default: does nothing.
 
     Attributes:
-      pushes: The worker's part of the training graph, which makes the pushes.
       shards: The shard of each server that has one.
       state: Exchanges state with the servers between steps.
       last_session: The session of the latest push; 0 before the first push.
@@ -66,9 +65,6 @@ class ShatExchange(Exchange, Joiner):
         self._packing = context.packing
         self._settings = settings
         self._shares = shares
-        make_pushes = StepPushes if self._pushes_steps else GradientPushes
-        takes_mean = settings.consistency == "bsp"
-        self.pushes = make_pushes(len(context.membership.servers), shares, takes_mean=takes_mean)
         self._workers = list(range(context.membership.world_size))  # Except lost workers; with those that have ended.
         self.shards = make_shards(context, settings)
         self._servers = Servers(context, self.shards)
@@ -102,7 +98,13 @@ class ShatExchange(Exchange, Joiner):
     def goes_on_with(self, server: int) -> bool:
         return self._servers.goes_on_with(server)
 
-    # Steps.
+    # Steps. They are pushed in windows; `Outgoing.step` is the number of the window.
+
+    def steps_of(self, number: int) -> range:
+        return range(number * self._settings.interval, (number + 1) * self._settings.interval)
+
+    def number_of(self, step: int) -> int:
+        return step // self._settings.interval
 
     def step(self, outgoing: Outgoing) -> Incoming:
         start = self._membership.monitor.now()
@@ -141,11 +143,11 @@ class ShatExchange(Exchange, Joiner):
             rate = float(rate) * len(self._workers) / (num_all * self._shares.total_part(self._workers))
         return rate
 
-    def _make_push(self, step: int, rate: float, is_applied: bool, weight: float, is_plain: bool) -> Request:
+    def _make_push(self, window: int, rate: float, is_applied: bool, weight: float, is_plain: bool) -> Request:
         push = pb.Push(
             group=self._context.group,
             session=self._servers.session,
-            sequence=step + 1,
+            sequence=window + 1,
             rate=rate,
             is_applied=is_applied,
             weight=weight,
@@ -167,7 +169,7 @@ class ShatExchange(Exchange, Joiner):
             message=message,
             is_answer=lambda reply: (reply.session, reply.sequence) == (push.session, push.sequence),
             shards=self.shards,
-            step=step,
+            step=self.steps_of(window)[-1],
             retries=True,
         )
 

@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import clipped, descent_of, learning_rate, loss_scale, unscaled, weight_decays
 from hop_tf.keras_hook.shares import BatchShares
-from hop_tf.runtime.group import Group
+from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.tensors.finite import are_finite
 
 # The metadata of a push: the learning rate, 1 if gradients are applied, and with batch shares the number of rows. The
@@ -70,17 +71,24 @@ class Pushes(abc.ABC):
         """
 
     def _submit(
-        self, group: Group, pushed: Sequence[tf.Tensor], rate: tf.Tensor, is_applied: tf.Tensor
+        self,
+        group: Group,
+        pushed: Sequence[tf.Tensor],
+        rate: tf.Tensor,
+        is_applied: tf.Tensor,
+        number: tf.Tensor | None = None,
     ) -> list[tf.Tensor]:
-        beside = [rate, is_applied]
-        if self._shares is not None:
-            times = 1.0 if self._takes_mean else self._shares.times_equal
-            beside = [tf.cast(rate, tf.float64) * times, is_applied, self._shares.rows]
-        beside = tf.stack([tf.cast(each, tf.float32) for each in beside])
+        beside = tf.stack([tf.cast(each, tf.float32) for each in self._beside(rate, is_applied)])
         beside = tf.pad(beside, [[0, self._num_beside - beside.shape[0]]])
         outgoing = [*pushed, *(variable.read_value() for variable in group.carried), beside]
-        group.submit(outgoing)  # Line 5.
+        group.submit(outgoing, step=number)  # Line 5.
         return outgoing
+
+    def _beside(self, rate: tf.Tensor, is_applied: tf.Tensor) -> Sequence[tf.Tensor]:
+        if self._shares is None:
+            return rate, is_applied
+        times = 1.0 if self._takes_mean else self._shares.times_equal
+        return tf.cast(rate, tf.float64) * times, is_applied, self._shares.rows
 
 
 class GradientPushes(Pushes):
@@ -140,3 +148,62 @@ class StepPushes(Pushes):
         local = [variable.read_value() for variable in group.trained]
         descents = [before - after for before, after in zip(step.before, local, strict=True)]
         return local, self._submit(group, descents, tf.constant(1.0), step.is_applied)
+
+
+class WindowPushes(StepPushes):
+    """The worker pushes the sum of the steps of a window.
+
+    Args:
+      num_servers: As of `Pushes`.
+      shares: As of `Pushes`.
+      trained: The trained variables.
+    """
+
+    def __init__(self, num_servers: int, shares: BatchShares | None, trained: Sequence[tf.Variable]):
+        super().__init__(num_servers, shares)
+        with tf.init_scope(), tf.name_scope(""):
+            self._sums = [_zeros(variable) for variable in trained]
+
+    def begin_window(self) -> None:
+        """Emits the ops that forget the steps of an unfinished window."""
+        for each in self._sums:
+            each.assign(tf.zeros_like(each))
+
+    def add(self, group: Group, step: PushedStep) -> None:
+        """Emits the ops that add a step to the window. A step that is not applied has changed nothing."""
+        weight = 1.0 if self._shares is None else self._shares.times_equal
+        for total, variable, before in zip(self._sums, group.trained, step.before, strict=True):
+            total.assign_add(tf.cast(weight, total.dtype) * tf.cast(before - variable, total.dtype))
+
+    def push(self, group: Group, number: tf.Tensor) -> tuple[list[tf.Tensor], Sequence[tf.Tensor]]:
+        """Emits the ops that push the window with this number, and begin the next one. Returns as `finish` does."""
+        local = [variable.read_value() for variable in group.trained]
+        sums = [tf.cast(total.read_value(), each.dtype) for total, each in zip(self._sums, local, strict=True)]
+        outgoing = self._submit(group, sums, tf.constant(1.0), tf.constant(True), number)
+        self.begin_window()
+        return local, outgoing
+
+    def _beside(self, rate: tf.Tensor, is_applied: tf.Tensor) -> Sequence[tf.Tensor]:
+        return rate, is_applied  # Steps were weighed one by one: parts may change within a window.
+
+
+def make_pushes(context: ExchangeContext, settings: ShatSettings, shares: BatchShares | None) -> Pushes:
+    """Makes the pushes of a worker.
+
+    Args:
+      context: The group's variables and servers.
+      settings: The settings of the strategy.
+      shares: The part of a batch that each worker takes. None: all parts are equal.
+    """
+    num_servers = len(context.membership.servers)
+    if settings.interval > 1:
+        return WindowPushes(num_servers, shares, context.trained)
+    kind = StepPushes if settings.pushes_steps_of(context.optimizer()) else GradientPushes
+    return kind(num_servers, shares, takes_mean=settings.consistency == "bsp")
+
+
+def _zeros(variable: tf.Variable) -> tf.Variable:
+    """A variable beside another one, in float32 at least: a sum may be more than a small type tells apart."""
+    dtype = variable.dtype if variable.dtype.size >= 4 else tf.float32
+    with tf.device(variable.device):
+        return tf.Variable(tf.zeros(variable.shape, dtype), trainable=False, name="hop_tf_unsent")

@@ -80,6 +80,7 @@ class ShatSettings:
     min_mixing: float | None
     log_base: float
     codec: codecs.Codec | str
+    interval: int = 1
     batch_shares: str = "None"  # For the servers, which check that workers agree.
 
     def __post_init__(self):
@@ -95,6 +96,13 @@ class ShatSettings:
         if self.min_mixing is not None:
             check_share("min_mixing", self.min_mixing)
         _check_log_base(self.log_base)
+        check_integer("interval", self.interval, at_least=1)
+        if self.interval > 1 and (self.pushes == "gradients" or self.consistency == "bsp"):
+            raise ValueError(
+                "`interval` must be 1 with pushes='gradients', where servers make a step for each gradient, and with "
+                f"consistency='bsp'. For windows of synchronous ranks see DTSStrategy(delay=0, interval={self.interval}"
+                f"). Received: interval={self.interval}, pushes={self.pushes!r}, consistency={self.consistency!r}."
+            )
         if self.codec != AUTO:
             object.__setattr__(self, "codec", codecs.get(self.codec))
         if isinstance(self.codec, codecs.Sparse):
@@ -134,6 +142,11 @@ class ShatSettings:
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises ValueError if the optimizer does not go with the settings."""
+        if self.interval > 1 and use_ema(optimizer):
+            raise ValueError(
+                "`interval` must be 1 with `use_ema`, with which workers push gradients. "
+                f"Received: interval={self.interval} with {optimizer!r}."
+            )
         if self.pushes == "steps" and use_ema(optimizer):
             raise ValueError(
                 "`pushes` must be 'gradients' with `use_ema`: the servers keep the averages of weights, and make no "
@@ -145,7 +158,7 @@ class ShatSettings:
         return 1.0 if self.consistency == "bsp" else 1.0 / n
 
     def weight(self, c: int, n: int) -> float:
-        """The weight alpha for one of n workers. For c see `mixing_weight`."""
+        """The weight alpha for one of n workers. For c see `mixing_weight`. A rule applies to each step of a window."""
         if self.consistency == "bsp":  # All have the same model: PS-Sync.
             return 1.0
         if not isinstance(self.mixing, str):
@@ -153,7 +166,8 @@ class ShatSettings:
         if self.mixing in _CONSTANTS:
             return _CONSTANTS[self.mixing]
         floor = 1 / n if self.min_mixing is None else self.min_mixing
-        return mixing_weight(c, n, self.mixing, self.log_base, floor)
+        weight = mixing_weight(c, n, self.mixing, self.log_base, floor)
+        return weight if self.interval == 1 else 1 - (1 - weight) ** self.interval
 
 
 def _check_log_base(value: object) -> None:

@@ -100,6 +100,10 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         a few steps without a codec. If pushes and answers take at least 15 % of a step, it makes a few with "int8", and
         keeps that if it saves at least 15 % of a step. A worker chooses alone, and again if its times change. Rank 0
         prints its choice on stderr. Under `tf.config.experimental.enable_op_determinism()` "auto" is None.
+      interval: p: a worker pushes the sum of its steps in every p-th step, and when `fit` ends (a custom loop: in
+        `synchronize`). So it sends p times less, and waits p times less often for an answer. "shat" and "shat_root"
+        then take 1 - (1 - alpha)^p: in p steps, as much is taken over as with pushes of single steps. Costs a copy of
+        the model. Takes `pushes="steps"`, and not "bsp". Default 1.
       snapshots: The directory and the times of the servers' snapshots: a `hop_tf.SnapshotOptions`. Workers ignore it.
         Default None: no snapshots.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
@@ -141,6 +145,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         min_mixing: float | None = None,
         log_base: float = math.e,
         codec: codecs.Codec | str | None = AUTO,
+        interval: int = 1,
         snapshots: SnapshotOptions | None = None,
         batch_shares: Sequence[float] | str | None = None,
         devices: Sequence[str] | None = None,
@@ -157,6 +162,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             min_mixing=min_mixing,
             log_base=log_base,
             codec=codec,
+            interval=interval,
             batch_shares=describe_batch_shares(checked_batch_shares(batch_shares, cluster.world_size)),
         )
         self._settings = settings_to_use(given)
@@ -175,6 +181,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             )
         self.in_lock_step = consistency == "bsp"
         self.mixes_weights = not self.in_lock_step
+        self.settles_loops = interval > 1
         self._num_servers = len(cluster.servers)
         super().__init__(
             cluster=cluster,
@@ -252,7 +259,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         return ShatExchange(context, self._settings, self.training.shares, self._tell)
 
     def make_algorithm(self, group: Group) -> ShatAlgorithm:
-        return ShatAlgorithm(group, self._settings, self.training.worker)
+        return ShatAlgorithm(group, self._settings, self.training.worker, self.training.shares)
 
     def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
         del trained

@@ -45,12 +45,21 @@ def _model(strategy, loss=lambda y, y_pred: tf.reduce_sum(y_pred, -1)):
 
 
 def _run(
-    snapshot_dir=None, num_epochs=_NUM_EPOCHS, every_pushes=10, consistency="async", timeout_seconds=_TIMEOUT_SECONDS
+    snapshot_dir=None,
+    num_epochs=_NUM_EPOCHS,
+    every_pushes=10,
+    consistency="async",
+    timeout_seconds=_TIMEOUT_SECONDS,
+    interval=1,
 ):
-    """Trains on ones: each push subtracts `_RATE` from each weight, so weights show the number of pushes."""
+    """Trains on ones: each push subtracts `_RATE` from each weight, so weights show the number of pushes.
+
+    With an interval above 1, each step that was pushed subtracts a part of that.
+    """
     os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
-        pushes="gradients",
+        pushes="gradients" if interval == 1 else "steps",
+        interval=interval,
         consistency=consistency,
         snapshots=snapshot_dir and hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
         communication_options=hop_tf.CommunicationOptions(timeout_seconds=timeout_seconds),
@@ -172,12 +181,12 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([result.exit_code for result in results.ps], [0, 0])
         self.assertEqual([result.value for result in results.ps], [None, None])  # Servers return nothing.
 
-    @parameterized.parameters("async", "bsp")
+    @parameterized.parameters(("async", 1), ("bsp", 1), ("async", 7))
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_a_killed_worker_is_not_waited_for_and_joins_again(self, consistency):
+    def test_a_killed_worker_is_not_waited_for_and_joins_again(self, consistency, interval):
         num_epochs = 4 * _NUM_EPOCHS  # The others train on until the worker is back, also on a busy machine.
-        args = (None, num_epochs, None, consistency)
+        args = (None, num_epochs, None, consistency, _TIMEOUT_SECONDS, interval)
         with MultiProcessRunner(_run, num_workers=3, num_ps=1, args=args) as runner:
             runner.wait_for_output(2, "step 10")
             runner.kill(2)
@@ -190,10 +199,13 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         least, most = (3 * num_steps_each + 10, 3 * num_steps_each + _NUM_STEPS)
         if consistency == "bsp":
             least, most = num_steps_each + 10, 2 * num_steps_each
+        if interval > 1:  # A step counts a third, and half while the others are alone.
+            least, most = num_steps_each, most / 2
         for num_updates, spread, *_ in values:
             self.assertBetween(num_updates, least, most)
             self.assertAllClose(spread, 0.0, atol=1e-6)
-        self.assertAllClose(values[0][0], round(values[0][0]), atol=0.05)
+        if interval == 1:
+            self.assertAllClose(values[0][0], round(values[0][0]), atol=0.05)
 
     # A server that is asked to end writes a last snapshot, so that only pushes in flight are lost. A server that dies
     # within the first interval has the snapshot of the first push.
