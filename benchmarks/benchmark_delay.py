@@ -80,7 +80,7 @@ _ALIKE, _SLOW = "alike", "slow"
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["accuracy"], "What to run: accuracy, time.")
 _TASKS = flags.DEFINE_list("tasks", list(delay_tasks.TASKS), "What is trained.")
 _KINDS_USED = flags.DEFINE_list("kinds", None, f"How. Default: {','.join(_KINDS)}; in time ddp and mirrored, too.")
-_OPTIMIZERS = flags.DEFINE_list("optimizers", ["sgd"], "sgd (momentum 0.9), adamw.")
+_OPTIMIZERS = flags.DEFINE_list("optimizers", ["sgd"], "sgd (momentum 0.9), adamw, muon.")
 _RANKS = flags.DEFINE_list("ranks", [_ALIKE], "alike, slow.")
 _SHARDS = flags.DEFINE_list("shards", [delay_tasks.IDENTICAL], "identical, skewed.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each is a training of each kind.")
@@ -91,7 +91,7 @@ _NUM_ROWS = flags.DEFINE_integer("num_rows", None, "Rows to train with, at most.
 _TEST_ROWS = flags.DEFINE_integer(
     "test_rows", None, "Rows to test with, at most. Default: the task's, 2000 in time.", lower_bound=1
 )
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Default: the task's for sgd, 0.001 for adamw.")
+_LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Default: the task's for sgd, 0.001 for others.")
 _SCHEDULE = flags.DEFINE_enum(
     "schedule", delay_ranks.CONSTANT, delay_ranks.SCHEDULES, "Of the learning rate; a cosine ends at 0."
 )
@@ -120,7 +120,7 @@ class Setting:
 
     Attributes:
       task: Name of the task.
-      optimizer: "sgd" or "adamw".
+      optimizer: "sgd", "adamw" or "muon".
       ranks: "alike" or "slow".
       shards: "identical" or "skewed".
     """
@@ -190,7 +190,7 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
 def _learning_rate(setting: Setting) -> float:
     if _LEARNING_RATE.value is not None:
         return _LEARNING_RATE.value
-    return delay_tasks.TASKS[setting.task].learning_rate if setting.optimizer == "sgd" else delay_ranks.ADAMW_RATE
+    return delay_tasks.TASKS[setting.task].learning_rate if setting.optimizer == "sgd" else delay_ranks.KERAS_RATE
 
 
 def _step_seconds(setting: Setting) -> float:

@@ -26,9 +26,9 @@ import hop_tf
 
 SYNCHRONOUS = "synchronous"
 _PLAIN = {"codec": None, "algorithm": "mesh"}
-OPTIMIZERS = ("sgd", "adamw")
+OPTIMIZERS = ("sgd", "adamw", "muon")
 SCHEDULES = CONSTANT, COSINE = "constant", "cosine"
-ADAMW_RATE, MOMENTUM = 0.001, 0.9
+KERAS_RATE, MOMENTUM = 0.001, 0.9
 TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
 
 
@@ -157,7 +157,7 @@ def make_optimizer(library: Any, case: Mapping, num_steps: int) -> Any:
         rate = library.optimizers.schedules.CosineDecay(rate, num_steps)
     if case["optimizer"] == "sgd":
         return library.optimizers.SGD(rate, momentum=MOMENTUM)
-    return library.optimizers.AdamW(rate)
+    return (library.optimizers.AdamW if case["optimizer"] == "adamw" else library.optimizers.Muon)(rate)
 
 
 def train(case: Mapping, rank: int) -> Trained | None:
