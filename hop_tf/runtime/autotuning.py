@@ -42,6 +42,7 @@ _TIMES_TRACING = 3
 # Of a step: a change of its times that may change the choice. So may exchanges that become shorter, or longer, by far.
 _CHANGE = 0.2
 _BY_FAR = 1.7
+_NEGLIGIBLE = 0.01
 # Steps of a session that exploring may take: so many, and such a share of all.
 _FREE_STEPS, _SHARE_OF_STEPS = 100, 0.01
 # With a column for each rank: its two times, its state (one of the next two, or 0), and 1 + the index of the setting
@@ -421,7 +422,7 @@ class Autotuner:
             return computing + communicating(setting)
         # A wide pipe takes more than its model says, because of further updates, or if processors are busy anyhow.
         wide = [each for each in results if each.width > 1]
-        more = max((results[each].period - max(computing, communicating(each)) for each in wide), default=0.0)
+        more = max([0.0, *(results[each].period - max(computing, communicating(each)) for each in wide)])
         return max(computing, communicating(setting)) + more
 
     def _best(self, candidates: Sequence[Setting], results: Mapping[Setting, Times] | None = None) -> Setting:
@@ -487,35 +488,42 @@ class Autotuner:
 
         An encoded exchange may be a small part of a step, before and after a link has become faster.
         """
-        if not _is_by_far(times.exchange, self._basis.exchange):
+        times_as_long = self._times_as_long(times).exchange
+        if not _is_by_far(times_as_long):
             return False
-        results = self._expected(times)
-        return bool(results) and self._best(self._candidates(self._may_widen), results) != self.setting
-
-    def _answer(self, times: Times) -> None:
-        """Explores again. After a change that is not by far, chooses another width at once, which needs no tracing."""
-        is_by_far = any(map(_is_by_far, times, self._basis))
-        results = self._expected(times)
-        if self._traces or is_by_far or not results or not self._widths[0] == 1 < self.setting.width:
-            self._explore()
-            return
-        results[self.setting] = Times(times.period, times.exchange * self._interval_of(self.setting.width))
-        self._results, self._least = results, dict(results)
-        self._choose([each for each in self._candidates(self._may_widen) if each.way == self.setting.way])
-
-    def _expected(self, times: Times) -> dict[Setting, Times]:
-        """The times that the least widths' settings would have now, if all exchanges have changed alike."""
-        times_as_long = times.exchange / (self._basis.exchange or times.exchange or 1.0)
         results = {}
         for setting in (each for each in self._results if each.width == 1):
             period, exchange = self._results[setting]
             longer = (times_as_long - 1) * exchange
             results[setting] = Times(period + longer / self._interval_of(1), exchange + longer)
-        return results
+        return bool(results) and self._best(self._candidates(self._may_widen), results) != self.setting
+
+    def _times_as_long(self, times: Times) -> Times:
+        """Present times divided by those of the first block. Less than `_NEGLIGIBLE` of a step counts as that."""
+        least = _NEGLIGIBLE * max(times.period, self._basis.period)
+        return Times(*(max(now, least) / max(then, least) for now, then in zip(times, self._basis, strict=True)))
+
+    def _answer(self, times: Times) -> None:
+        """Explores again. After a change that is not by far, chooses another width at once, which needs no tracing."""
+        is_by_far = any(map(_is_by_far, self._times_as_long(times)))
+        narrow = self._narrowed(self.setting)
+        if self._traces or is_by_far or narrow not in self._results or not narrow.width == 1 < self.setting.width:
+            self._explore()
+            return
+        before, interval = self._results[narrow], self._interval_of(1)
+        exchange = times.exchange * self._interval_of(self.setting.width)
+        longer = (exchange - before.exchange) / interval
+        self._results = {
+            **{each: found for each, found in self._results.items() if each.width == 1},
+            narrow: Times(before.period + longer, exchange),
+            self.setting: Times(times.period, exchange),
+        }
+        self._least = dict(self._results)
+        self._choose([each for each in self._candidates(self._may_widen) if each.way == self.setting.way])
 
 
-def _is_by_far(now: float, then: float) -> bool:
-    return not 1 / _BY_FAR < now / (then or now or 1.0) < _BY_FAR
+def _is_by_far(times_as_long: float) -> bool:
+    return not 1 / _BY_FAR < times_as_long < _BY_FAR
 
 
 def _kind(way: Way) -> str:

@@ -92,7 +92,7 @@ class ShatAlgorithm(Algorithm):
 
     def abort(self) -> None:
         if int(self.group.step):
-            self.served.keep_model()  # The model is a mixture that contains others' pushes in part, and unsent steps.
+            self.served.keep_model()  # It contains others' pushes in part, and unsent steps: servers do not take it.
 
     def finish(self) -> None:
         window, num_unsent = divmod(int(self.group.step), self._settings.interval)

@@ -70,7 +70,8 @@ class ShatExchange(Exchange, Joiner):
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
         ways = settings.ways(num_encoded_bytes(context.packing.specs))
-        self.tuner = Autotuner(ways, (1,), rank=0, world_size=1, tell=tell)
+        interval = settings.interval
+        self.tuner = Autotuner(ways, (1,), rank=0, world_size=1, tell=tell, interval_of=lambda width: interval)
         self._times = Times(0.0, 0.0)  # Of the last push.
         self._begun_at = self._membership.monitor.now()
         self.last_session = 0
@@ -108,7 +109,7 @@ class ShatExchange(Exchange, Joiner):
 
     def step(self, outgoing: Outgoing) -> Incoming:
         start = self._membership.monitor.now()
-        times = self._times._replace(period=start - self._begun_at)
+        times = self._times._replace(period=(start - self._begun_at) / self._settings.interval)
         self.tuner.hear(self.tuner.own(times), self.tuner.setting)
         with self._servers.giving_up_alone():
             incoming = self._step(outgoing)

@@ -163,15 +163,20 @@ class WindowPushes(StepPushes):
         super().__init__(num_servers, shares)
         with tf.init_scope(), tf.name_scope(""):
             self._sums = [_zeros(variable) for variable in trained]
+            with tf.device("/cpu:0"):
+                self._rows = tf.Variable(0.0, trainable=False, name="hop_tf_unsent_rows")
 
     def begin_window(self) -> None:
         """Emits the ops that forget the steps of an unfinished window."""
-        for each in self._sums:
+        for each in (*self._sums, self._rows):
             each.assign(tf.zeros_like(each))
 
     def add(self, group: Group, step: PushedStep) -> None:
         """Emits the ops that add a step to the window. A step that is not applied has changed nothing."""
-        weight = 1.0 if self._shares is None else self._shares.times_equal
+        weight = 1.0
+        if self._shares is not None:  # Parts may change within a window.
+            weight = self._shares.times_equal
+            self._rows.assign_add(tf.cast(self._shares.rows, tf.float32))
         for total, variable, before in zip(self._sums, group.trained, step.before, strict=True):
             total.assign_add(tf.cast(weight, total.dtype) * tf.cast(before - variable, total.dtype))
 
@@ -184,7 +189,9 @@ class WindowPushes(StepPushes):
         return local, outgoing
 
     def _beside(self, rate: tf.Tensor, is_applied: tf.Tensor) -> Sequence[tf.Tensor]:
-        return rate, is_applied  # Steps were weighed one by one: parts may change within a window.
+        if self._shares is None:
+            return rate, is_applied
+        return rate, is_applied, self._rows.read_value()  # Moving statistics count by rows.
 
 
 def make_pushes(context: ExchangeContext, settings: ShatSettings, shares: BatchShares | None) -> Pushes:

@@ -181,17 +181,17 @@ class Servers:
             if not missing:
                 self._received[request.queue] = {}
                 if request.queue == PUSH:
-                    self._note_answers(request, received)
+                    self._note_answers(received)
                 return received, {}
             for shard in missing:
                 received.pop(shard.server, None)
             return {}, missing
 
-    def _note_answers(self, request: Request, answers: Answers) -> None:
+    def _note_answers(self, answers: Answers) -> None:
         """Records the progress that a server needs if it is started again. The monitor must be held."""
-        self._num_answered = request.step + 1
         for shard in self.shards:
             reply, _ = answers[shard.server]
+            self._num_answered = reply.sequence
             shard.num_pushes, shard.clock = reply.num_pushes, reply.clock
 
     def _absent(self, request: Request) -> list[ShardView]:

@@ -91,7 +91,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
       consistency: "async": no worker waits. "ssp": a worker waits if it is more than `max_staleness` pushes ahead of
         the slowest one. "bsp": synchronous training. The servers apply the mean of all workers' gradients, with the
         learning rate of the lowest rank that has pushed. All workers then take that model (alpha = 1). Default "async".
-      max_staleness: s, in pushes, at least 0. Used only if `consistency` is "ssp". Default 16.
+      max_staleness: s, in pushes (of `interval` steps), at least 0. Used only if `consistency` is "ssp". Default 16.
       min_mixing: The least alpha of "shat" and "shat_root", from 0 to 1. Default None: 1 / n, without which two workers
         would never learn from each other.
       log_base: The base of the logarithm in Equation 4. Default e.

@@ -151,6 +151,23 @@ class WindowsTest(parameterized.TestCase):
         self.assertEqual({setting.way for setting in world.settings[60:]}, {_INT8})
         self.assertNotIn(1, {setting.width for setting in world.settings[60:]})
 
+    def test_exchanges_that_are_longer_if_ranks_wait_for_them(self):
+        """A connection that was idle begins slowly. A small change does not make up for that with longer delays."""
+        world = _World(0.02, (0.2, 0.2, 0.06, 0.06), self._interval_of).begin(widths=range(1, 22), traces=False)
+        take = world._take
+
+        def take_long(rank, setting):
+            period, exchange = take(rank, setting)
+            return Times(period + exchange, 2 * exchange) if setting.width == 1 else Times(period, exchange)
+
+        world._take = take_long
+        world.step(60)
+        self.assertEqual(world.setting, Setting(_INT8, 1 + 6))
+        world.sending = (0.3, 0.3, 0.09, 0.09)
+        world.step(300)
+        self.assertEqual(world.setting.way, _INT8)
+        self.assertBetween(world.setting.width, 1 + 4, 1 + 6)
+
     @staticmethod
     def _interval_of(width):
         return max(1, width - 1)

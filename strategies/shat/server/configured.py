@@ -49,7 +49,7 @@ class ConfiguredGroup:
         self._shard = Shard(self.packing, configure.optimizer, [piece.decays for piece in configure.pieces], pool)
         settings = configure.settings
         consistency = Consistency.make(settings["consistency"], int(settings["max_staleness"]))
-        self.group = ServedGroup(self._shard, self.packing, consistency, pool)
+        self.group = ServedGroup(self._shard, self.packing, consistency, pool, int(settings["interval"]))
         self._encoding = Encoding(self.packing, wire.codec_from_json(configure.codec), pool)
         self._plain = Encoding.plain(self.packing)
         self.waiting: list[int] = []

@@ -82,18 +82,26 @@ class ServedGroup:
       packing: The shard's buckets.
       consistency: The rule by which pushes are applied and answered.
       pool: The memory for means. Default: a pool of its own.
+      steps_per_push: The steps of a worker that a push is the sum of. Default 1.
 
     Attributes:
       training: The name of the training; "" if it has none.
       num_assigned: The number of times that the model was replaced in the training.
       num_pushes: The number of pushes that were applied.
-      num_steps_before: The most pushes that one worker had made when the session began.
+      num_steps_before: The most steps that one worker had pushed when the session began.
     """
 
-    def __init__(self, shard: Shard, packing: Packing, consistency: Consistency, pool: BufferPool | None = None):
+    def __init__(
+        self,
+        shard: Shard,
+        packing: Packing,
+        consistency: Consistency,
+        pool: BufferPool | None = None,
+        steps_per_push: int = 1,
+    ):
         self._shard = shard
         self._pool = pool or BufferPool()
-        self._consistency = consistency
+        self._consistency, self._steps_per_push = consistency, steps_per_push
         self._carried = [index for index, exact in enumerate(packing.exact) if exact]
         self._lock = threading.Lock()
         self._session = 1
@@ -163,7 +171,7 @@ class ServedGroup:
         with self._lock:
             known = self._join(worker, process)
             known.take_up(num_answered, clock)
-            self._num_steps = max(self._num_steps, self.num_steps_before + known.clock)
+            self._count_steps(known)
             return self._advance()
 
     def remove(self, worker: int, *, is_lost: bool) -> list[Answer]:
@@ -256,7 +264,10 @@ class ServedGroup:
                 known.sequence += 1
                 known.clock += 1
                 known.waits = True
-                self._num_steps = max(self._num_steps, self.num_steps_before + known.clock)
+                self._count_steps(known)
+
+    def _count_steps(self, known: Participant) -> None:
+        self._num_steps = max(self._num_steps, self.num_steps_before + known.clock * self._steps_per_push)
 
     def _answer_now(self, worker: int, buckets: Sequence[np.ndarray]) -> Answer:
         known = self._workers[worker]

@@ -50,7 +50,7 @@ class Progress:
     Attributes:
       training: The unique name of the training.
       session: The running session.
-      num_steps_before: The most pushes that one worker had made when the session began.
+      num_steps_before: The most steps that one worker had pushed when the session began.
       num_assigned: The number of times that rank 0 has given another model.
       workers: The workers that take part in the session.
     """

@@ -27,7 +27,7 @@ class ShardState:
       buckets: The shard's buckets: the model and, in exact ones, the means of the non-trainable state.
       slots: The optimizer's slots. See `hop_tf.keras_hook.optimizers.slots_of`, with indices of pieces.
       num_pushes: The number of pushes that were applied.
-      num_steps: The most pushes that one worker has made.
+      num_steps: The most steps that one worker has pushed.
       iterations: The optimizer's count of updates.
       progress: The pushes that the state contains.
     """

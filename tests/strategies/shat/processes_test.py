@@ -78,11 +78,12 @@ def _run(
     return float(-weights.mean() / _RATE), float(np.ptp(weights)), report["steps"], error
 
 
-def _run_with_restarts(snapshot_dir, consistency="async", every_pushes=10):
+def _run_with_restarts(snapshot_dir, consistency="async", every_pushes=10, interval=1):
     """Trains as `_run`; returns the pushes in the weights, the losses, and the numbers of restarts and lost pushes."""
     os.environ["HOP_TF_STEP_SECONDS"] = str(_STEP_SECONDS)
     strategy = hop_tf.SHATParameterServerStrategy(
-        pushes="gradients",
+        pushes="gradients" if interval == 1 else "steps",
+        interval=interval,
         consistency=consistency,
         snapshots=hop_tf.SnapshotOptions(directory=snapshot_dir, every_pushes=every_pushes),
         communication_options=hop_tf.CommunicationOptions(timeout_seconds=3 * _TIMEOUT_SECONDS),
@@ -233,12 +234,16 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(spread / _RATE, most_lost + 3)
 
     @parameterized.parameters(
-        (signal.SIGKILL, "async"), (signal.SIGTERM, "async"), (signal.SIGKILL, "bsp"), (signal.SIGKILL, "ssp")
+        (signal.SIGKILL, "async", 1),
+        (signal.SIGTERM, "async", 1),
+        (signal.SIGKILL, "bsp", 1),
+        (signal.SIGKILL, "ssp", 1),
+        (signal.SIGKILL, "async", 5),
     )
     @pytest.mark.stress
-    def test_a_server_that_is_started_again_goes_on_with_the_training(self, signum, consistency):
+    def test_a_server_that_is_started_again_goes_on_with_the_training(self, signum, consistency, interval):
         directory = self.enterContext(tempfile.TemporaryDirectory())
-        args = (directory, consistency)
+        args = (directory, consistency, 10 if interval == 1 else 2, interval)
         with MultiProcessRunner(_run_with_restarts, num_workers=2, num_ps=2, args=args) as runner:
             runner.wait_for_output(0, "step 30")
             runner.send_signal(1, signum, task_type="ps")
@@ -246,7 +251,8 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             runner.wait_for_output(0, "ps 1 at .* was started again, and goes on from its snapshot of [1-9]")
             results = runner.join().raise_for_errors()
         num_steps = _NUM_STEPS * _NUM_EPOCHS
-        num_updates = num_steps if consistency == "bsp" else 2 * num_steps
+        is_half = consistency == "bsp" or interval > 1  # Of two workers, each step counts half, or two are one update.
+        num_updates = num_steps if is_half else 2 * num_steps
         for _, losses, num_restarts, _ in results.values:
             self.assertEqual(num_restarts, 1)
             self.assertLess(losses[-1], losses[0])
@@ -254,8 +260,8 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(pushes, others)
         self.assertAllClose(pushes[-1], num_updates, atol=0.1)
         # A rank knows of those before its last answer, and repeats what was not answered.
-        num_lost = max(known, known_by_other) / (2 if consistency == "bsp" else 1)
-        self.assertAllClose(num_updates - pushes[0], num_lost, atol=2.1)
+        num_lost = max(known, known_by_other) / (2 if is_half else 1)
+        self.assertAllClose(num_updates - pushes[0], num_lost * interval, atol=2.1 * interval)
         self.assertLessEqual(num_lost, 0 if signum == signal.SIGTERM else 12)
 
     @pytest.mark.slow

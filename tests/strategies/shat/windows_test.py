@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import threading
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,6 +13,8 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
+from hop_tf.strategies.shat.exchange import ShatExchange
+from hop_tf.strategies.shat.server.group import ServedGroup
 from shat_threads import SETTINGS
 from support import in_process, linear, linear_loss
 from support.least_squares import BATCH_SIZE, NUM_ROWS, gradient_in, problem, summed_square
@@ -146,7 +149,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_fit_that_is_broken_off_leaves_the_servers_model(self):
-        """Its steps since the last push are rank 0's alone. The next `fit` begins without them."""
+        """Its steps since the last push are no part of it, and the next `fit` does not push them."""
 
         def run(strategy, num_steps):
             class Break(keras.callbacks.Callback):
@@ -192,6 +195,41 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         settings = {"codec": codec, "batch_shares": batch_shares, "interval": 4}
         for weights in in_process(hop_tf.SHATParameterServerStrategy, 2, 1, **settings).run(run):
             self.assertAllClose(weights, linear.weights_alone(make_optimizer), rtol=tolerance, atol=tolerance)
+
+    @pytest.mark.slow
+    def test_the_moving_statistics_of_a_window_count_by_its_rows(self):
+        weights, make_push = set(), ShatExchange._make_push
+
+        def note(exchange, window, rate, is_applied, weight, is_plain):
+            weights.add((exchange._membership.rank, weight))
+            return make_push(exchange, window, rate, is_applied, weight, is_plain)
+
+        cluster = in_process(hop_tf.SHATParameterServerStrategy, 2, 1, batch_shares=[2, 1], interval=5)
+        with mock.patch.object(ShatExchange, "_make_push", note):
+            cluster.run(
+                lambda strategy: linear.fit_in(strategy, functools.partial(keras.optimizers.SGD, 0.05)) and None
+            )
+        # Of 24 steps of 12 rows, the last four are a window of their own.
+        self.assertEqual(weights, {(0, 5 * 8), (0, 4 * 8), (1, 5 * 4), (1, 4 * 4)})
+
+    @parameterized.parameters(1, 5)
+    @pytest.mark.slow
+    def test_servers_count_steps(self, interval):
+        """The schedule of a worker that is started again goes on after them."""
+
+        def run(strategy):
+            linear.fit_in(strategy, functools.partial(keras.optimizers.SGD, 0.05), num_fits=2)
+
+        num_steps, count = [], ServedGroup._count_steps
+
+        def note(group, known):
+            count(group, known)
+            num_steps.append(group._num_steps)
+
+        with mock.patch.object(ServedGroup, "_count_steps", note):
+            in_process(hop_tf.SHATParameterServerStrategy, 2, 1, interval=interval).run(run)
+        # A window that is not whole counts as one.
+        self.assertEqual(num_steps[-1], 2 * math.ceil(linear.NUM_STEPS / interval) * interval)
 
     @parameterized.parameters(
         lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
