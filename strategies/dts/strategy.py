@@ -52,11 +52,12 @@ class DTSStrategy(ExchangeStrategy):
     `delay` steps after the window's end, the mean is merged.
 
     Without arguments ranks choose these, a codec and an algorithm. First, windows of one step are merged at once, with
-    each way to average. (An `interval` or a `delay` that is given is used.) Then ranks take the smallest delay for
-    which a longer one, up to 20 steps, saves less than 15 % of a step. Windows are as long as the delay. All ranks make
-    the same choice, from the measurements of all. They choose again when steps take longer or shorter than before, or
-    other ranks take part. Rank 0 prints on stderr the choice, and how to keep it. An argument that is given is kept.
-    Under `tf.config.experimental.enable_op_determinism()` nothing is chosen by time: D = 4, p = 4, no codec, a mesh.
+    each way to average. (An `interval` or a `delay` that is given is used.) Then ranks take the smallest delay, up to
+    20 steps, that hides communication, if that saves 15 % of a step: a longer one would save less than 5 %. Windows are
+    as long as the delay. All ranks make the same choice, from the measurements of all. They choose again when steps
+    take longer or shorter than before, or other ranks take part. Rank 0 prints on stderr the choice, and how to keep
+    it. An argument that is given is kept. Under `tf.config.experimental.enable_op_determinism()` nothing is chosen by
+    time: D = 4, p = 4, no codec, a mesh.
 
     In short trainings a delay costs accuracy, with the learning rate and momentum of synchronous training. After some
     hundred steps it costs 0.5 to 1 point with D = 4, p = 4, and 1 to 4 with D = 20, p = 12. If each rank has data of
