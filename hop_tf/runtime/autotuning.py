@@ -491,11 +491,8 @@ class Autotuner:
         times_as_long = self._times_as_long(times).exchange
         if not _is_by_far(times_as_long):
             return False
-        results = {}
-        for setting in (each for each in self._results if each.width == 1):
-            period, exchange = self._results[setting]
-            longer = (times_as_long - 1) * exchange
-            results[setting] = Times(period + longer / self._interval_of(1), exchange + longer)
+        narrow = {each: found.exchange for each, found in self._results.items() if each.width == 1}
+        results = {each: self._with_exchange(each, times_as_long * exchange) for each, exchange in narrow.items()}
         return bool(results) and self._best(self._candidates(self._may_widen), results) != self.setting
 
     def _times_as_long(self, times: Times) -> Times:
@@ -503,19 +500,23 @@ class Autotuner:
         least = _NEGLIGIBLE * max(times.period, self._basis.period)
         return Times(*(max(now, least) / max(then, least) for now, then in zip(times, self._basis, strict=True)))
 
+    def _with_exchange(self, narrow: Setting, exchange: float) -> Times:
+        """The times of a setting of width 1 if its exchange took that long."""
+        period, before = self._results[narrow]
+        return Times(period + (exchange - before) / self._interval_of(1), exchange)
+
     def _answer(self, times: Times) -> None:
         """Explores again. After a change that is not by far, chooses another width at once, which needs no tracing."""
         is_by_far = any(map(_is_by_far, self._times_as_long(times)))
         narrow = self._narrowed(self.setting)
-        if self._traces or is_by_far or narrow not in self._results or not narrow.width == 1 < self.setting.width:
+        waits = narrow == self.setting or narrow.width > 1
+        if self._traces or is_by_far or waits or narrow not in self._results:
             self._explore()
             return
-        before, interval = self._results[narrow], self._interval_of(1)
         exchange = times.exchange * self._interval_of(self.setting.width)
-        longer = (exchange - before.exchange) / interval
         self._results = {
             **{each: found for each, found in self._results.items() if each.width == 1},
-            narrow: Times(before.period + longer, exchange),
+            narrow: self._with_exchange(narrow, exchange),
             self.setting: Times(times.period, exchange),
         }
         self._least = dict(self._results)

@@ -281,8 +281,12 @@ def _copy(variable: tf.Variable) -> tf.Variable:
         return tf.Variable(variable.read_value(), trainable=False, name="hop_tf_slow")
 
 
+def dtype_of_sums(variable: tf.Variable) -> tf.DType:
+    """The type to add changes of a variable in: float32 at least, as sums in a smaller type lose small changes."""
+    return variable.dtype if variable.dtype.size >= 4 else tf.float32
+
+
 def _merged(variable: tf.Variable, value: tf.Tensor) -> keras.Variable:
-    """In float32 at least: a mean can be less than a small type tells from nothing."""
-    dtype = variable.dtype if variable.dtype.size >= 4 else tf.float32
+    dtype = dtype_of_sums(variable)
     with tf.device(variable.device):
         return keras.Variable(tf.cast(value, dtype), dtype=dtype.name, trainable=False, name="hop_tf_merged")

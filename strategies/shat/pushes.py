@@ -11,6 +11,7 @@ import tensorflow as tf
 from hop_tf.keras_hook.optimizers import clipped, descent_of, learning_rate, loss_scale, unscaled, weight_decays
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.group import ExchangeContext, Group
+from hop_tf.runtime.outer import dtype_of_sums
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.tensors.finite import are_finite
 
@@ -210,7 +211,5 @@ def make_pushes(context: ExchangeContext, settings: ShatSettings, shares: BatchS
 
 
 def _zeros(variable: tf.Variable) -> tf.Variable:
-    """A variable beside another one, in float32 at least: a sum may be more than a small type tells apart."""
-    dtype = variable.dtype if variable.dtype.size >= 4 else tf.float32
     with tf.device(variable.device):
-        return tf.Variable(tf.zeros(variable.shape, dtype), trainable=False, name="hop_tf_unsent")
+        return tf.Variable(tf.zeros(variable.shape, dtype_of_sums(variable)), trainable=False, name="hop_tf_unsent")

@@ -54,6 +54,18 @@ def _note_delays(strategy, delays):
     return keras.callbacks.LambdaCallback(on_train_batch_end=note)
 
 
+def _means_take(lossless, encoded):
+    """Patches `AllReduce.mean`: means come so many seconds later."""
+    mean = AllReduce.mean
+
+    def slow(self, *arguments, **keywords):
+        is_encoded = "/1" in self._name.partition("/")[2]  # Of two ranks, the second way.
+        time.sleep(encoded if is_encoded else lossless)
+        return mean(self, *arguments, **keywords)
+
+    return mock.patch.object(AllReduce, "mean", slow)
+
+
 class ChangesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         *((name, {}, {}) for name in _OPTIMIZERS),
@@ -185,17 +197,9 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
             _fit_in(strategy, callbacks=[compute], num_fits=2, num_repeats=6)
             return strategy.report()
 
-        mean = AllReduce.mean
-
-        def slow(self, *arguments, **keywords):
-            is_encoded = "/1" in self._name.partition("/")[2]  # Of two ranks, the second way.
-            time.sleep(seconds / 10 if is_encoded else seconds)
-            return mean(self, *arguments, **keywords)
-
         # The first choice stays: on a busy machine, times change.
         first_stays = mock.patch.object(DTSExchange, "pace", Pace(block=1 << 30))
-        slow = mock.patch.object(AllReduce, "mean", slow)
-        with slow, first_stays, contextlib.redirect_stderr(io.StringIO()) as stderr:
+        with _means_take(seconds, seconds / 10), first_stays, contextlib.redirect_stderr(io.StringIO()) as stderr:
             reports = _cluster(**settings).run(run)
         return [line for line in stderr.getvalue().splitlines() if line.startswith("hop_tf: ")], reports
 
@@ -227,28 +231,21 @@ class ChoicesTest(tf.test.TestCase, parameterized.TestCase):
     @pytest.mark.slow
     def test_times_are_those_of_the_setting_that_they_are_heard_of(self):
         """Windows are in flight when another setting begins, and their times come later."""
-        seconds, heard = (0.1, 0.001), []
-        mean = AllReduce.mean
-
-        def slow(self, *arguments, **keywords):
-            time.sleep(seconds["/1" in self._name.partition("/")[2]])
-            return mean(self, *arguments, **keywords)
+        seconds, heard = 0.1, []
 
         def hear(self, values, setting):
             self._num_steps += 1
             heard.append((values[2], setting))  # Of rank 0, divided by two.
             self.setting = Setting(self._num_steps // 5 % 2, [1, 4, 6, 1, 1, 3][self._num_steps // 5 % 6])
 
-        patches = [(AllReduce, "mean", slow), (Autotuner, "hear", hear), (ways, "_LEAST_BYTES", 0)]
-        with contextlib.ExitStack() as stack:
-            for patch in patches:
-                stack.enter_context(mock.patch.object(*patch))
+        hears, encodes = mock.patch.object(Autotuner, "hear", hear), mock.patch.object(ways, "_LEAST_BYTES", 0)
+        with _means_take(seconds, 0.001), hears, encodes:
             _cluster(algorithm="mesh").run(lambda strategy: _fit_in(strategy, num_repeats=8) and None)
         told = [(2 * exchange, setting) for exchange, setting in heard if setting is not None]
         self.assertGreater(len(told), 40)
         self.assertLen({setting for _, setting in told}, 5)
         for exchange, setting in told:
-            self.assertEqual(exchange >= seconds[0], setting.way == 0, msg=(exchange, setting))
+            self.assertEqual(exchange >= seconds, setting.way == 0, msg=(exchange, setting))
 
     @pytest.mark.slow
     def test_gradients_that_are_computed_for_longer_than_means_take(self):
