@@ -230,6 +230,14 @@ class SHATParameterServerStrategy(ExchangeStrategy):
             if weights.issuperset(map(id, algorithm.group.trained)) and self._is_current(algorithm):
                 algorithm.served.pull(finalizes=True)
 
+    def _average_over_ranks(self, weights: Sequence[tf.Variable]) -> None:
+        super()._average_over_ranks(weights)
+        known = set(map(id, weights))
+        for algorithm in self.training.algorithms:
+            # The servers' model follows, with all pushes. In a custom loop, rank 0 would offer its mean before.
+            if known.issuperset(map(id, algorithm.group.trained)) and self._is_current(algorithm):
+                algorithm.served.keep_model()
+
     def _is_current(self, algorithm: ShatAlgorithm) -> bool:
         """True if no other group has since trained variables of this group."""
         own = set(map(id, algorithm.group.trained))
