@@ -114,6 +114,18 @@ class Assignments:
             self._refuse(assigned, "between two training steps, as by a callback")
         self._watch.forget()
 
+    def end_loop(self) -> None:
+        """Called before algorithms finish at the end of a custom loop: no step takes what was assigned after the last.
+
+        Unless the scheme takes no assignments: then such weights are lost, or were refused, as before a step.
+        """
+        if not (self._hears and self._scheme.takes_assignments):
+            return
+        for algorithm, watched in self._watched.items():
+            if watched.is_assigned():
+                algorithm.take_assigned([])
+                watched.forget()
+
     def check_step(self, algorithm: Algorithm, trace: StepTrace, *, in_fit: bool) -> None:
         """Emits the ops that fail if weights were assigned. Called right before the exchange of a step.
 

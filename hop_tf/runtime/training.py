@@ -263,6 +263,7 @@ class TrainingRun(TrainingHooks):
             self.settle_sums()
             if self._scheme.settles_loops:
                 with self._naming_causes():
+                    self._assignments.end_loop()
                     for algorithm in self.algorithms:
                         algorithm.finish()
             self.worker.end_session(None)

@@ -1,5 +1,7 @@
 """Tests of DTS in a custom loop: `synchronize` and `fit` merge windows in flight, and windows then begin anew."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -36,12 +38,12 @@ def _synchronous(gradients):
 class _Loop:
     """A model, its optimizer, and the steps of a custom loop."""
 
-    def __init__(self, strategy, momentum=_MOMENTUM):
+    def __init__(self, strategy, momentum=_MOMENTUM, make_optimizer=None):
         self._strategy = strategy
         with strategy.scope():
             kernel = keras.layers.Dense(_SHAPE[1], use_bias=False, kernel_initializer="ones")
             self.model = keras.Sequential([keras.Input(_SHAPE[:1]), kernel])
-            self.optimizer = keras.optimizers.SGD(_RATE, momentum=momentum)
+            self.optimizer = (make_optimizer or functools.partial(keras.optimizers.SGD, momentum=momentum))(_RATE)
             self.optimizer.build(self.model.trainable_variables)
 
     @tf.function
@@ -64,6 +66,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         {"delay": 2, "interval": 5, "codec": codecs.TopK(ratio=0.2, warmup_steps=1)},
         {"delay": 3, "interval": 2},
         {"delay": 4, "interval": 1},
+        {"delay": 4, "interval": 2, "warmup_steps": 3},
     )
     @pytest.mark.stress(after=1)
     def test_synchronize_before_the_last_step(self, **settings):
@@ -107,6 +110,47 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
 
         for seen in _cluster(2, delay=delay, interval=interval).run(run):
             self.assertAllClose(seen, [np.ones(_SHAPE)] * 5 + [5 * new] * 15 + [20 * new] * (len(seen) - 20))
+
+    @parameterized.parameters((4, 4), (2, 2), (0, 3))
+    @pytest.mark.slow(after=1)
+    def test_assigned_weights_are_no_longer_steps(self, delay, interval):
+        """Changes of an adaptive optimizer are made longer, but not the way to a value that the program assigns."""
+
+        def run(strategy):
+            loop = _Loop(strategy, make_optimizer=functools.partial(keras.optimizers.Adam, beta_1=0.0))
+            loop.train(range(_NUM_STEPS))
+            loop.optimizer.learning_rate = 0.0
+            loop.model.layers[0].kernel.assign(tf.fill(_SHAPE, 7.0))
+            loop.train(range(_NUM_STEPS))
+            loop.step(tf.zeros(_SHAPE))
+            strategy.synchronize(loop.model)
+            return loop.model.get_weights()[0]
+
+        for weights in _cluster(3, delay=delay, interval=interval).run(run):
+            self.assertAllClose(weights, np.full(_SHAPE, 7.0), rtol=1e-5, atol=1e-5)
+
+    @parameterized.product(
+        windows=[(4, 4), (2, 2)],
+        make_optimizer=[None, functools.partial(keras.optimizers.Adam, beta_1=0.0)],
+        how=["synchronize", "fit"],
+    )
+    @pytest.mark.slow(after=2)
+    def test_weights_that_are_assigned_after_the_last_step_stay(self, windows, make_optimizer, how):
+        delay, interval = windows
+
+        def run(strategy):
+            loop = _Loop(strategy, make_optimizer=make_optimizer)
+            loop.train(range(_NUM_STEPS))
+            loop.model.layers[0].kernel.assign(tf.fill(_SHAPE, 7.0))
+            if how == "synchronize":
+                strategy.synchronize(loop.model)
+            else:
+                loop.model.compile(keras.optimizers.SGD(0.0), "mse")
+                loop.model.fit(np.ones((4, 3)), np.ones((4, 4)), batch_size=4, verbose=0)
+            return loop.model.get_weights()[0]
+
+        for weights in _cluster(3, delay=delay, interval=interval).run(run):
+            self.assertAllClose(weights, np.full(_SHAPE, 7.0), rtol=1e-5, atol=1e-5)
 
     def test_ranks_that_have_made_fewer_steps(self):
         """Such ranks wait for the others, have no part in their later windows, and get their weights."""
