@@ -36,9 +36,9 @@ def _sgd(rate=_RATE, **arguments):
     return keras.optimizers.SGD(rate, momentum=_MOMENTUM, **arguments)
 
 
-def _compiled(strategy, optimizer=None, loss=summed_square, num_outputs=4, layers=(), **compile_args):
+def _compiled(strategy, optimizer=None, loss=summed_square, num_outputs=4, layers=(), dtype=None, **compile_args):
     with strategy.scope():
-        kernel = keras.layers.Dense(num_outputs, use_bias=False)
+        kernel = keras.layers.Dense(num_outputs, use_bias=False, dtype=dtype)
         model = keras.Sequential([keras.Input((3,)), *layers, kernel])
         kernel.set_weights([problem(num_outputs)[2]])
         model.compile(optimizer or _sgd(), loss, **compile_args)
@@ -110,23 +110,32 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(state[0], final, rtol=1e-5, atol=1e-5)
         self.assert_equal_states([state for _, state in results])
 
-    @parameterized.parameters((2, 3, 2, {}), (3, 5, 5, {"nesterov": True}), (2, 1, 4, {"nesterov": True}))
+    @parameterized.parameters(
+        (2, 3, 2, {}),
+        (3, 5, 5, {"nesterov": True}),
+        (2, 1, 4, {"nesterov": True}),
+        (2, 4, 4, {}, {"batch_shares": [3, 1]}),
+        (2, 3, 2, {"nesterov": True}, {}, "float64"),
+        (2, 3, 2, {}, {"warmup_steps": 3}),
+    )
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_is_synchronous_where_gradients_do_not_depend_on_weights(self, world_size, delay, interval, rule):
+    def test_is_synchronous_where_gradients_do_not_depend_on_weights(
+        self, world_size, delay, interval, rule, settings=(), dtype=None
+    ):
         """Also in several parts, with a schedule of learning rates, and the velocity with it."""
 
         def make_optimizer():
             return _sgd(keras.optimizers.schedules.ExponentialDecay(_RATE, decay_steps=10, decay_rate=0.5), **rule)
 
         def run(strategy):
-            model = _compiled(strategy, make_optimizer(), linear_loss)
+            model = _compiled(strategy, make_optimizer(), linear_loss, dtype=dtype)
             _fit(model, _steps(0, 3))
             _fit(model, _steps(3, 8))
             _fit(model)
             return _state(model)
 
-        results = _cluster(world_size, delay=delay, interval=interval).run(run)
+        results = _cluster(world_size, delay=delay, interval=interval, **dict(settings)).run(run)
         expected = _synchronous(make_optimizer, _NUM_STEPS)
         for mine, synchronous in zip(results[0], expected, strict=True):
             self.assertAllClose(mine, synchronous, rtol=1e-5, atol=1e-5)
