@@ -13,6 +13,8 @@ import tensorflow as tf
 
 # Arguments of optimizers that take effect before gradients are complete and averaged over ranks.
 _DONE_BY_WORKERS = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_accumulation_steps", "loss_scale_factor")
+# Optimizers that divide gradients by their usual size, or take their signs only.
+_ADAPTIVE = ("Adadelta", "Adafactor", "Adagrad", "Adam", "Adamax", "Lamb", "Lion", "Muon", "Nadam", "RMSprop")
 # Attributes of optimizers that hold variables, but no state of former updates.
 _NO_SLOTS = ("_variables", "_trainable_variables", "_accumulated_gradients", "_iterations", "_learning_rate")
 
@@ -235,6 +237,12 @@ def descent_of(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | No
     indices = {id(variable.value): index for index, variable in enumerate(optimizer._trainable_variables)}
     velocities = [optimizer.momentums[indices[id(variable)]].value for variable in variables]
     return Descent(float(optimizer.momentum), bool(optimizer.nesterov), velocities)
+
+
+def is_adaptive(optimizer: Any) -> bool:
+    """True if the optimizer is one of Keras's, or derived from one, whose steps hardly depend on gradients' sizes."""
+    classes = (getattr(keras.optimizers, name, None) for name in _ADAPTIVE)
+    return isinstance(innermost(optimizer), tuple(each for each in classes if each is not None))
 
 
 def check_loss_scaling(optimizer: Any) -> None:

@@ -129,6 +129,11 @@ class LateChanges:
         for index, value in values.items():
             self._known[index].assign(value)
 
+    def multiply(self, factor: tf.Tensor, number: int) -> None:
+        """Emits the ops that multiply the changes of the first `number` variables since the last call of `take`."""
+        for variable, known in zip(self.variables[:number], self._known, strict=False):
+            variable.assign_add(tf.cast(factor - 1, variable.dtype) * (variable - known))
+
     def take(self, choose: Callable[[list[tf.Tensor]], list] | None = None) -> list[tf.Tensor]:
         """Emits the ops that compute the changes since the last call.
 

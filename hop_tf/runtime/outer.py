@@ -25,8 +25,8 @@ falls to 1/e in T steps. Slow values are moved by means only, too. kappa = 1, T_
 If the program has assigned a weight, nothing may be left to approach. So the change in that window is the assigned
 value less what is merged and under way. Its kappa is 1. The slow value becomes what keeps the weight where it is.
 
-At the end of a window the order is `take`, then `merge` and `follow` for a window that is due, then `approach`. To
-merge at once, `give` replaces the last two.
+At the end of a window the order is `multiply`, if changes are made longer, and `take`, then `merge` and `follow` for a
+window that is due, then `approach`. To merge at once, `give` replaces the last two.
 
 Memory, in models: what is merged, what weights were when the last window ended, and one for each newer window that may
 be under way; merging gently, one more.
@@ -118,6 +118,10 @@ class OuterSteps:
         for merged, variable in zip(self._merged, self._variables, strict=True):
             merged.assign(tf.cast(variable, merged.dtype))
         self._stop_approach()
+
+    def multiply(self, factor: tf.Tensor) -> None:
+        """Emits the ops that multiply what the window that ends has changed in variables that are trained."""
+        self._changes.multiply(factor, self._num_trained)
 
     def take(
         self, choose: Callable[[list[tf.Tensor]], list] | None = None, assigned: tf.Tensor | None = None

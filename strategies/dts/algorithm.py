@@ -10,7 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.keras_hook.optimizers import iterations_variable, tf_variables
+from hop_tf.keras_hook.optimizers import (
+    ema_overwrite_frequency,
+    is_adaptive,
+    iterations_variable,
+    tf_variables,
+)
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
@@ -18,6 +23,7 @@ from hop_tf.runtime.meeting import Meeting
 from hop_tf.runtime.outer import OuterSteps
 from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.dts.exchange import DTSExchange
+from hop_tf.strategies.dts.lengths import StepLengths
 from hop_tf.strategies.dts.windows import WARMUP, Schedule, largest
 
 
@@ -67,6 +73,7 @@ class DTSAlgorithm(Algorithm):
         # In variables of 16 bits, weights would be rounded wherever they approach: they stay apart.
         self._may_merge_gently = self._settings.may_merge_gently and all(v.dtype.size >= 4 for v in group.trained)
         self._outer = self._make_outer()
+        self._lengths = self._make_lengths()
         self._meeting = Meeting(group)
         with tf.init_scope(), tf.device("/cpu:0"):
             early = self._settings.warmup_steps
@@ -82,6 +89,14 @@ class DTSAlgorithm(Algorithm):
             self._rows = WindowRows()
             assigned = tf.fill([group.num_trained], False)
             self._assigned = tf.Variable(assigned, trainable=False, name="hop_tf_assigned")
+
+    def _make_lengths(self) -> StepLengths | None:
+        optimizer = self.group.optimizer()
+        world_size = self.group.context.membership.world_size
+        lengthens = self._settings.may_lengthen and is_adaptive(optimizer) and world_size > 1
+        if not lengthens or ema_overwrite_frequency(optimizer):
+            return None
+        return StepLengths(self._settings.num_slots, world_size)
 
     def _make_outer(self) -> OuterSteps:
         return OuterSteps(
@@ -129,11 +144,15 @@ class DTSAlgorithm(Algorithm):
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
         assigned = None
-        if self._may_merge_gently:
+        if self._may_merge_gently or self._lengths is not None:
             with tf.device("/cpu:0"):
                 assigned = self._assigned.read_value()
                 self._assigned.assign(tf.zeros_like(assigned))
+        if self._lengths is not None:
+            self._outer.multiply(self._lengths.factor(assigned))
         changes, weight = self._outer.take(choose, assigned), tf.constant([float(counts)])
+        if self._lengths is not None:
+            self._lengths.hand_out(window, changes[: self.group.num_trained], assigned)
         if self._shares is not None and counts:
             rows = self._rows.take()
             changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
@@ -212,7 +231,10 @@ class DTSAlgorithm(Algorithm):
                 self._meeting.note(decided[0], schedule.begin_of(window))
                 self.group.context.roster.follow(decided[1] > 0)
         self._pass_window(schedule.interval if num_steps is None else num_steps)
-        return self._outer.merge(means, share[0]), width
+        means = self._outer.merge(means, share[0])
+        if self._lengths is not None:
+            self._lengths.merge(window, means[: self.group.num_trained])
+        return means, width
 
     def _pass_window(self, num_steps: int | tf.Tensor) -> None:
         """Emits the operations by which what is merged moves on in a window, before its mean is added."""
@@ -262,14 +284,17 @@ class DTSAlgorithm(Algorithm):
 
     # Weights that the program assigns between two steps.
 
+    def watched(self) -> Sequence[tf.Variable]:
+        return self.group.trained if self._may_merge_gently or self._lengths is not None else []
+
     def note_assigned(self, variables: Sequence[tf.Variable]) -> None:
         keys, num_steps = set(map(id, variables)), int(self.group.step)
+        are_assigned = [id(variable) in keys for variable in self.group.trained]
+        self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
         schedule = self.known_schedule(num_steps + 1)
         if self._merges_gently(schedule):
-            are_assigned = [id(variable) in keys for variable in self.group.trained]
             num_under_way = len(schedule.under_way(num_steps))
             self._outer.note_assigned(np.flatnonzero(are_assigned), num_under_way)
-            self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
 
     def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
@@ -277,11 +302,9 @@ class DTSAlgorithm(Algorithm):
             schedule = self.schedule_at(now + 1)
             num_under_way = schedule.num_ended(now) - _num_merged(schedule, now)
 
-        def take() -> None:
-            self._outer.note_assigned(range(self.group.num_trained), num_under_way)
-            self._assigned.assign(tf.ones_like(self._assigned))
-
-        when(self._merges_gently(schedule), take)
+        self._assigned.assign(tf.ones_like(self._assigned))
+        trained = range(self.group.num_trained)
+        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(trained, num_under_way))
         return tf.constant(True)
 
     # The schedule.

@@ -75,6 +75,11 @@ class DTSSettings:
             return False
         return self.schedule_of(self.delays[-1] + 1).merges_gently
 
+    @property
+    def may_lengthen(self) -> bool:
+        """True if changes by adaptive optimizers are made longer; see `StepLengths`."""
+        return self.compensation == "gentle" and self.outer_optimizer == "None" and self.selection is None
+
     def schedule_of(self, width: int, first_step: int = 0, first_window: int = 0) -> Schedule:
         """The schedule of D = width - 1 that begins with a step, and a window."""
         delay = width - 1

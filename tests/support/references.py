@@ -96,6 +96,25 @@ def adam(rate: float, epsilon: float, decay: float = 0.0, beta_1: float = 0.9, b
     return update
 
 
+class Lengths:
+    """Measures what ranks multiply their changes by: as much as the mean is shorter than these.
+
+    Args:
+      world_size: Number of ranks.
+      are_changed: False: by 1.
+    """
+
+    def __init__(self, world_size: int, are_changed: bool):
+        self._are_changed = are_changed
+        self.factors = [1.0] * world_size
+
+    def note(self, mean: np.ndarray, own: Sequence[np.ndarray]) -> None:
+        """Notes the changes in a window that was merged."""
+        if self._are_changed:
+            ratios = [np.sqrt(np.sum(np.square(each)) / np.sum(np.square(mean))) for each in own]
+            self.factors = np.clip(ratios, 1, np.sqrt(len(own)))
+
+
 def late_windows(
     w: np.ndarray,
     update: Update,
@@ -107,6 +126,7 @@ def late_windows(
     num_steps: int,
     mean: Callable[[Sequence[np.ndarray]], np.ndarray] = plain_mean,
     outer: Update | None = None,
+    adaptive: bool = False,
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
     """Trains ranks whose weights are the merged weights plus their own steps that are not merged yet, at full size.
 
@@ -123,16 +143,24 @@ def late_windows(
       num_steps: Steps of each rank.
       mean: The mean of all ranks' changes.
       outer: The update of the outer optimizer. None: the mean is added.
+      adaptive: True: means are as long as the ranks' own changes.
 
     Returns:
       Each rank's weights after each step, and the final weights of all.
     """
     merged, num_merged = State.of(w), 0
+    lengths = Lengths(world_size, adaptive)
     states, steps, history = [merged] * world_size, [[] for _ in range(world_size)], []
+
+    def lengthen(number: int) -> None:
+        for factor, own in zip(lengths.factors, steps, strict=True):
+            own[-1] = own[-1] + (factor - 1) * np.sum(own[-number:], axis=0)
 
     def merge(stop: int) -> None:
         nonlocal merged, num_merged
-        change = mean([np.sum(own[num_merged:stop], axis=0) for own in steps])
+        changes = [np.sum(own[num_merged:stop], axis=0) for own in steps]
+        change = mean(changes)
+        lengths.note(change, changes)
         merged = outer(merged, -change) if outer else dataclasses.replace(merged, w=merged.w + change)
         num_merged = stop
 
@@ -141,12 +169,16 @@ def late_windows(
             states[rank] = update(state, gradient(rank, step, state.w))
             steps[rank].append(states[rank].w - state.w)
         due = step + 1 - delay
+        if (step + 1) % interval == 0:
+            lengthen(interval)
         if due > 0 and due % interval == 0:
             merge(due)
         for rank, own in enumerate(steps):
             w = merged.w + np.sum(own[num_merged:], axis=0)
             states[rank] = dataclasses.replace(states[rank], w=w)
         history.append([state.w for state in states])
+    if rest := num_steps % interval:
+        lengthen(rest)
     while num_merged < num_steps:
         merge(min(num_merged + interval, num_steps))
     return history, merged.w
@@ -238,22 +270,31 @@ def gentle_windows(
     t_2: float = 40,
     momentum: float | None = None,
     warmup_steps: int = 0,
+    adaptive: bool = False,
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
     """Trains ranks that are given what has arrived bit by bit, and whose own changes under way count kappa.
 
     Ranks lack two parts of what has arrived: `apart` differs by rank, and `behind` is the same for all.
     Arguments and results are those of `late_windows`, without an outer optimizer. With a `momentum`, velocities take
-    part in what a mean changes. In the first `warmup_steps` steps, each mean is merged at once.
+    part in what a mean changes. In the first `warmup_steps` steps, each mean is merged at once. `adaptive`: means are
+    as long as the ranks' own changes.
     """
     merged, behind, history = w.astype(np.float64), 0.0, []
     states, known, apart = [State.of(w)] * world_size, [merged] * world_size, [0.0] * world_size
     under_way: list[tuple[int, list[np.ndarray]]] = []
+    lengths = Lengths(world_size, adaptive)
+
+    def changes(weights: Sequence[np.ndarray]) -> list[np.ndarray]:
+        together = zip(lengths.factors, weights, known, strict=True)
+        return [factor * (after - before) for factor, after, before in together]
+
     covered, covered_behind = (1 - (1 - 1 / t) ** interval for t in (t_1, t_2))
 
     def merge() -> None:
         nonlocal merged, behind
         _, own = under_way.pop(0)
         change = mean(own)
+        lengths.note(change, own)
         merged, behind = merged + change, behind + (1 - kappa) * change
         for rank in range(world_size):
             apart[rank] = apart[rank] + kappa * (change - own[rank])
@@ -265,8 +306,9 @@ def gentle_windows(
         states = [update(state, gradient(rank, step - 1, state.w)) for rank, state in enumerate(states)]
         weights = [state.w for state in states]
         if step <= warmup_steps:
-            own = [after - merged for after in weights]
+            own = [factor * (after - merged) for factor, after in zip(lengths.factors, weights, strict=True)]
             merged = merged + mean(own)
+            lengths.note(mean(own), own)
             moves = [0.0 if momentum is None else mean(own) - each for each in own]
             states = [
                 State(merged, state.m + move, state.v, state.count) for state, move in zip(states, moves, strict=True)
@@ -276,9 +318,9 @@ def gentle_windows(
             continue
         has_ended = (step - warmup_steps) % interval == 0
         if has_ended:
-            own = [after - before for after, before in zip(weights, known, strict=True)]
+            own = changes(weights)
             under_way.append((step, own))
-            weights = [after - (1 - kappa) * each for after, each in zip(weights, own, strict=True)]
+            weights = [before + kappa * each for before, each in zip(known, own, strict=True)]
         while under_way and under_way[0][0] + delay <= step:
             merge()
         if has_ended:
@@ -288,7 +330,7 @@ def gentle_windows(
         states = [dataclasses.replace(state, w=each) for state, each in zip(states, weights, strict=True)]
         history.append(weights)
     if max(0, num_steps - warmup_steps) % interval:
-        under_way.append((num_steps, [state.w - before for state, before in zip(states, known, strict=True)]))
+        under_way.append((num_steps, changes([state.w for state in states])))
     while under_way:
         merge()
     return history, merged

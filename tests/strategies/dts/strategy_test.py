@@ -27,10 +27,13 @@ def _cluster(world_size, **settings):
     return in_process(hop_tf.DTSStrategy, world_size, **settings)
 
 
-def _reference(world_size, delay, interval, update, num_outputs=4, num_steps=_NUM_STEPS, rule=None, **arguments):
+def _reference(
+    world_size, delay, interval, update, num_outputs=4, num_steps=_NUM_STEPS, rule=None, adaptive=False, **arguments
+):
     gradient = gradient_in(world_size, num_outputs)
     settings = {"world_size": world_size, "delay": delay, "interval": interval, "num_steps": num_steps}
-    rule = rule or (gentle_windows if 3 <= delay >= interval else late_windows)
+    if rule is None:
+        rule = functools.partial(gentle_windows if 3 <= delay >= interval else late_windows, adaptive=adaptive)
     return rule(problem(num_outputs)[2], update, gradient, **settings, **arguments)
 
 
@@ -91,6 +94,10 @@ def _at_step(number, call):
     return keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: next(steps, 0) == number and call())
 
 
+def _is_adaptive(name):
+    return name.startswith("adam")
+
+
 _OPTIMIZERS = {
     "sgd": (_sgd(), sgd(_RATE)),
     "momentum": (_sgd(momentum=0.9), sgd(_RATE, 0.9)),
@@ -124,6 +131,8 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         (3, 2, 5, "adam"),
         (2, 7, 1, "momentum"),
         (2, 7, 1, "momentum", "eager"),
+        (5, 4, 4, "adamw"),
+        (2, 1, 1, "adam"),
     )
     @pytest.mark.stress(after=2)
     @pytest.mark.slow(after=2)
@@ -132,7 +141,8 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         cluster = _cluster(world_size, delay=delay, interval=interval, compensation=compensation)
         results = cluster.run(lambda s: _train(s, make_optimizer))
         rule = late_windows if compensation == "eager" else None
-        self.check(results, _reference(world_size, delay, interval, update, rule=rule))
+        expected = _reference(world_size, delay, interval, update, rule=rule, adaptive=_is_adaptive(name))
+        self.check(results, expected)
 
     @parameterized.parameters((2, 4, 4), (3, 7, 3), (2, 1, 1), (3, 0, 1))
     @pytest.mark.stress(after=2)
@@ -160,9 +170,10 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         make_optimizer, update = _OPTIMIZERS[name]
         settings = {"delay": delay, "interval": interval, "warmup_steps": num_early, **dict(rule)}
         results = _cluster(world_size, **settings).run(lambda s: _train(s, make_optimizer))
-        gentleness = {"kappa": 0.5, "t_2": 40} if delay >= 3 else {"kappa": 1, "t_1": 1, "t_2": 1}
-        skewed = {"t_1": 1, "momentum": 0.9} if rule else {}
-        reference = functools.partial(gentle_windows, **{**gentleness, **skewed}, warmup_steps=num_early)
+        is_adaptive, skewed = _is_adaptive(name), {"t_1": 1, "momentum": 0.9} if rule else {}
+        gentleness = {"kappa": 0.5} if delay >= 3 else {"kappa": 1, "t_1": 1, "t_2": 1}
+        gentleness = {**gentleness, **skewed, "adaptive": is_adaptive}
+        reference = functools.partial(gentle_windows, **gentleness, warmup_steps=num_early)
         self.check(results, _reference(world_size, delay, interval, update, rule=reference))
 
     @parameterized.parameters("gentle", "momentum")
@@ -194,7 +205,10 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(last, synchronous, rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(
-        ("int8", int8, "momentum"), ("truncate16", truncate16, "adam"), ("truncate16", truncate16, "momentum")
+        ("int8", int8, "momentum"),
+        ("truncate16", truncate16, "adam"),
+        ("truncate16", truncate16, "momentum"),
+        ("int8", int8, "adamw"),
     )
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
@@ -204,8 +218,9 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         results = _cluster(3, delay=3, interval=2, codec=codec).run(
             lambda s: _train(s, make_optimizer, num_outputs=900)
         )
-        history, final = _reference(3, 3, 2, update, 900, mean=mesh_mean(reference))
-        _, without = _reference(3, 3, 2, update, 900)
+        is_adaptive = _is_adaptive(name)
+        history, final = _reference(3, 3, 2, update, 900, adaptive=is_adaptive, mean=mesh_mean(reference))
+        _, without = _reference(3, 3, 2, update, 900, adaptive=is_adaptive)
         lossy = np.mean(np.abs(without - final))
         for rank, (of_rank, last, _) in enumerate(results):
             early = np.isclose(of_rank[:6], [weights[rank] for weights in history[:6]], rtol=1e-5, atol=1e-5)
@@ -317,6 +332,7 @@ class EqualTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         lambda: keras.optimizers.RMSprop(0.01),
         lambda: keras.optimizers.Lion(0.001),
+        lambda: keras.optimizers.Muon(0.001),
         lambda: keras.optimizers.SGD(0.05, momentum=0.9, clipnorm=0.5),
         lambda: keras.optimizers.LossScaleOptimizer(
             keras.optimizers.AdamW(0.01, global_clipnorm=1.0, gradient_accumulation_steps=2), initial_scale=8.0
@@ -415,10 +431,10 @@ def _two_kernels():
 
 
 class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(codecs.TopK(ratio=0.25), None)
+    @parameterized.parameters((codecs.TopK(ratio=0.25), "gentle"), (None, "eager"))
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_adam_of_each_rank(self, codec):
+    def test_adam_of_each_rank(self, codec, compensation):
         """If gradients do not depend on the weights, all ranks end with the mean of the weights of lone trainings."""
 
         def make_optimizer():
@@ -426,7 +442,7 @@ class OptimizersTest(tf.test.TestCase, parameterized.TestCase):
 
         alone = [[linear_gradient(step, rank, 2) for step in range(_NUM_STEPS)] for rank in range(2)]
         expected = np.mean([_applied(make_optimizer, gradients) for gradients in alone], axis=0)
-        for _, last, _ in _cluster(2, delay=3, interval=2, codec=codec).run(
+        for _, last, _ in _cluster(2, delay=3, interval=2, codec=codec, compensation=compensation).run(
             lambda s: _train(s, make_optimizer, loss=linear_loss)
         ):
             self.assertAllClose(last, expected, rtol=1e-5, atol=1e-5)
@@ -768,6 +784,24 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(assigned, np.full_like(assigned, 7.0), rtol=1e-5, atol=1e-5)
             self.assertAllClose(seen, np.full_like(seen, 7.0), atol=0.25)  # They follow the slow ones.
             self.assertAllClose(other, other_eagerly, rtol=1e-5, atol=1e-5)
+
+    @parameterized.parameters((4, 4), (2, 2), (0, 3))
+    @pytest.mark.slow(after=1)
+    def test_assigned_weights_are_no_longer_steps(self, delay, interval):
+        """Changes of an adaptive optimizer are made longer, but not the way to a value that the program assigns."""
+
+        def run(strategy):
+            model = _compiled(strategy, lambda: keras.optimizers.Adam(_RATE, beta_1=0.0), linear_loss)
+
+            def assign():
+                model.layers[0].kernel.assign(tf.fill((3, 4), 7.0))
+                model.optimizer.learning_rate = 0.0
+
+            _fit(model, epochs=2, callbacks=[_at_step(10, assign)])
+            return _weights(model)
+
+        for weights in _cluster(3, delay=delay, interval=interval).run(run):
+            self.assertAllClose(weights, np.full((3, 4), 7.0), rtol=1e-5, atol=1e-5)
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
