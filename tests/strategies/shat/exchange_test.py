@@ -743,13 +743,22 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         cluster.run(body)
         return answers
 
-    def test_the_weight_tells_how_far_behind_a_worker_is(self):
-        """Rank 0 takes 10 times as long: with n = 4, its c is 30, and that of the others 2 or 3 (Equation 4)."""
-        answers = self._run(4, 12, SETTINGS, lambda rank, step: 10.0 if rank == 0 else 1.0 + 0.001 * rank)
+    @parameterized.parameters(1, 4)
+    def test_the_weight_tells_how_far_behind_a_worker_is(self, interval):
+        """Rank 0 takes 10 times as long: with n = 4, its c is 30, and that of the others 2 or 3 (Equation 4).
+
+        A push of several steps mixes as often at a time.
+        """
+
+        def weight_of(count):
+            return 1 - (4 / count / np.log(4)) ** interval
+
+        settings = dataclasses.replace(SETTINGS, pushes="steps", interval=interval) if interval > 1 else SETTINGS
+        answers = self._run(4, 12, settings, lambda rank, step: 10.0 if rank == 0 else 1.0 + 0.001 * rank)
         slow = [weight for _, rank, step, weight in answers if rank == 0 and step == 0]
-        self.assertAllClose(slow, [1 - 4 / 27 / np.log(4)], atol=0.05)
+        self.assertAllClose(slow, [weight_of(27)], atol=0.05)
         fast = {round(weight, 6) for _, rank, step, weight in answers if rank and 0 < step < 8}
-        self.assertLessEqual(fast, {0.0, round(1 - 4 / 3 / np.log(4), 6)})
+        self.assertLessEqual(fast, {0.0, round(weight_of(3), 6)})
 
     def test_rank_0_ends_before_a_slow_worker_has_the_model(self):
         """The slow worker gets the model from the servers."""
@@ -769,10 +778,10 @@ class VirtualTimeTest(tf.test.TestCase, parameterized.TestCase):
         for rank in range(2):
             self.assertAllEqual(models[rank], np.full(NUM_VALUES, 1.0 - (1 + rank) * RATE))
 
-    @parameterized.parameters(0, 2)
-    def test_staleness_bounds_the_distance_under_random_delays(self, staleness):
+    @parameterized.parameters((0,), (2,), (2, {"pushes": "steps", "interval": 3}))
+    def test_staleness_bounds_the_distance_under_random_delays(self, staleness, others=()):
         generator = np.random.default_rng(staleness)
-        settings = dataclasses.replace(SETTINGS, consistency="ssp", max_staleness=staleness)
+        settings = dataclasses.replace(SETTINGS, consistency="ssp", max_staleness=staleness, **dict(others))
         delays = generator.exponential(size=(3, 20))
         answers = self._run(
             3, 20, settings, lambda rank, step: delays[rank, step], lambda *_: generator.uniform(0, 0.3)
