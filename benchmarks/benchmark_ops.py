@@ -28,7 +28,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from hop_tf import ops
-from hop_tf.ops import arrays, fallback
+from hop_tf.ops import arrays, fallback, gaps
 
 try:
     import datasketches
@@ -41,6 +41,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds; medians over them are shown
 _CSV = flags.DEFINE_string("csv", None, "File for the same figures as CSV.")
 
 _BLOCK_SIZE = 512
+_INDEX_RATIO = 0.01  # Share of the values that have an index.
 _FEW_BITS = {4: 64, 2: 128}  # Bits, and values per block.
 _MANY_VALUES = 10_000_000  # With more than these, peers take part in a few rounds only.
 _FEW_ROUNDS = 2
@@ -110,6 +111,17 @@ def _few_bits(
     }
 
 
+def _indices(size: int) -> list[Candidate]:
+    """Rice codes of the indices of some values, on one thread; nanoseconds are per value, with an index or without."""
+    indices = np.flatnonzero(np.random.default_rng(0).random(size, np.float32) < _INDEX_RATIO)
+    target = np.empty(sum(gaps.sizes(size, indices.size)), np.uint8)
+    encoded = target[: gaps.encode(indices, size, target)].copy()
+    return [
+        Candidate("indices encode", lambda: gaps.encode(indices, size, target)),
+        Candidate("indices decode", lambda: gaps.decode(encoded, indices.size, size)),
+    ]
+
+
 def _peers(values: np.ndarray) -> list[Candidate]:
     tensor = tf.constant(values)
     quantiles = np.arange(1, 256) / 256
@@ -156,7 +168,7 @@ def _rows(data: str, size: int, num_rounds: int) -> list[dict[str, object]]:
     values = _DISTRIBUTIONS[data](np.random.default_rng(0), size)
     target = np.empty_like(values)
     copy = Candidate("copy", lambda: np.copyto(target, values), 8)
-    candidates = [copy, *_native(values, 1), *_native(values, 0), *_peers(values)]
+    candidates = [copy, *_native(values, 1), *_native(values, 0), *_indices(size), *_peers(values)]
     seconds = _measure(candidates, num_rounds)
     bandwidth = copy.bytes_touched / seconds["copy"]
     rows = []
