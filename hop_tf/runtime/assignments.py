@@ -115,11 +115,11 @@ class Assignments:
         self._watch.forget()
 
     def end_loop(self) -> None:
-        """Called before algorithms finish at the end of a custom loop: no step takes what was assigned after the last.
+        """Lets algorithms take what a custom loop has assigned after its last step, if the scheme takes assignments.
 
-        Unless the scheme takes no assignments: then such weights are lost, or were refused, as before a step.
+        Called before they finish.
         """
-        if not (self._hears and self._scheme.takes_assignments):
+        if not self._scheme.takes_assignments:
             return
         for algorithm, watched in self._watched.items():
             if watched.is_assigned():

@@ -10,12 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.keras_hook.optimizers import (
-    ema_overwrite_frequency,
-    is_adaptive,
-    iterations_variable,
-    tf_variables,
-)
+from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, is_adaptive, iterations_variable, tf_variables
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
@@ -91,12 +86,10 @@ class DTSAlgorithm(Algorithm):
             self._assigned = tf.Variable(assigned, trainable=False, name="hop_tf_assigned")
 
     def _make_lengths(self) -> StepLengths | None:
-        optimizer = self.group.optimizer()
-        world_size = self.group.context.membership.world_size
-        lengthens = self._settings.may_lengthen and is_adaptive(optimizer) and world_size > 1
-        if not lengthens or ema_overwrite_frequency(optimizer):
-            return None
-        return StepLengths(self._settings.num_slots, world_size)
+        optimizer, world_size = self.group.optimizer(), self.group.context.membership.world_size
+        makes_steps_only = is_adaptive(optimizer) and not ema_overwrite_frequency(optimizer)
+        lengthens = self._settings.may_lengthen and makes_steps_only and world_size > 1
+        return StepLengths(self._settings.num_slots, world_size) if lengthens else None
 
     def _make_outer(self) -> OuterSteps:
         return OuterSteps(
@@ -144,7 +137,7 @@ class DTSAlgorithm(Algorithm):
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
         assigned = None
-        if self._may_merge_gently or self._lengths is not None:
+        if self._hears_of_assignments:
             with tf.device("/cpu:0"):
                 assigned = self._assigned.read_value()
                 self._assigned.assign(tf.zeros_like(assigned))
@@ -284,8 +277,12 @@ class DTSAlgorithm(Algorithm):
 
     # Weights that the program assigns between two steps.
 
+    @property
+    def _hears_of_assignments(self) -> bool:
+        return self._may_merge_gently or self._lengths is not None
+
     def watched(self) -> Sequence[tf.Variable]:
-        return self.group.trained if self._may_merge_gently or self._lengths is not None else []
+        return self.group.trained if self._hears_of_assignments else []
 
     def note_assigned(self, variables: Sequence[tf.Variable]) -> None:
         keys, num_steps = set(map(id, variables)), int(self.group.step)

@@ -71,14 +71,17 @@ class DTSSettings:
     @property
     def may_merge_gently(self) -> bool:
         """True if means are merged gently with the longest delay."""
-        if self.compensation != "gentle" or self.outer_optimizer != "None":  # Its momentum overshoots if weights lag.
-            return False
-        return self.schedule_of(self.delays[-1] + 1).merges_gently
+        return self._is_gentle and self.schedule_of(self.delays[-1] + 1).merges_gently
 
     @property
     def may_lengthen(self) -> bool:
         """True if changes by adaptive optimizers are made longer; see `StepLengths`."""
-        return self.compensation == "gentle" and self.outer_optimizer == "None" and self.selection is None
+        return self._is_gentle and self.selection is None
+
+    @property
+    def _is_gentle(self) -> bool:
+        # With an outer optimizer it is not: its momentum overshoots if weights lag.
+        return self.compensation == "gentle" and self.outer_optimizer == "None"
 
     def schedule_of(self, width: int, first_step: int = 0, first_window: int = 0) -> Schedule:
         """The schedule of D = width - 1 that begins with a step, and a window."""

@@ -143,7 +143,7 @@ def late_windows(
       num_steps: Steps of each rank.
       mean: The mean of all ranks' changes.
       outer: The update of the outer optimizer. None: the mean is added.
-      adaptive: True: means are as long as the ranks' own changes.
+      adaptive: True: changes are made longer when a window ends; see `Lengths`.
 
     Returns:
       Each rank's weights after each step, and the final weights of all.
@@ -276,8 +276,7 @@ def gentle_windows(
 
     Ranks lack two parts of what has arrived: `apart` differs by rank, and `behind` is the same for all.
     Arguments and results are those of `late_windows`, without an outer optimizer. With a `momentum`, velocities take
-    part in what a mean changes. In the first `warmup_steps` steps, each mean is merged at once. `adaptive`: means are
-    as long as the ranks' own changes.
+    part in what a mean changes. In the first `warmup_steps` steps, each mean is merged at once.
     """
     merged, behind, history = w.astype(np.float64), 0.0, []
     states, known, apart = [State.of(w)] * world_size, [merged] * world_size, [0.0] * world_size
@@ -306,7 +305,7 @@ def gentle_windows(
         states = [update(state, gradient(rank, step - 1, state.w)) for rank, state in enumerate(states)]
         weights = [state.w for state in states]
         if step <= warmup_steps:
-            own = [factor * (after - merged) for factor, after in zip(lengths.factors, weights, strict=True)]
+            own = changes(weights)
             merged = merged + mean(own)
             lengths.note(mean(own), own)
             moves = [0.0 if momentum is None else mean(own) - each for each in own]

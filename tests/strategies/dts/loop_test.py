@@ -15,6 +15,8 @@ from support import in_process
 _NUM_STEPS = 13
 _SHAPE = (3, 4)
 _RATE, _MOMENTUM = 0.05, 0.9
+_SGD = functools.partial(keras.optimizers.SGD, momentum=_MOMENTUM)
+_ADAM = functools.partial(keras.optimizers.Adam, beta_1=0.0)
 
 
 def _cluster(world_size, **settings):
@@ -38,12 +40,12 @@ def _synchronous(gradients):
 class _Loop:
     """A model, its optimizer, and the steps of a custom loop."""
 
-    def __init__(self, strategy, momentum=_MOMENTUM, make_optimizer=None):
+    def __init__(self, strategy, make_optimizer=_SGD):
         self._strategy = strategy
         with strategy.scope():
             kernel = keras.layers.Dense(_SHAPE[1], use_bias=False, kernel_initializer="ones")
             self.model = keras.Sequential([keras.Input(_SHAPE[:1]), kernel])
-            self.optimizer = (make_optimizer or functools.partial(keras.optimizers.SGD, momentum=momentum))(_RATE)
+            self.optimizer = make_optimizer(_RATE)
             self.optimizer.build(self.model.trainable_variables)
 
     @tf.function
@@ -117,7 +119,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         """Changes of an adaptive optimizer are made longer, but not the way to a value that the program assigns."""
 
         def run(strategy):
-            loop = _Loop(strategy, make_optimizer=functools.partial(keras.optimizers.Adam, beta_1=0.0))
+            loop = _Loop(strategy, make_optimizer=_ADAM)
             loop.train(range(_NUM_STEPS))
             loop.optimizer.learning_rate = 0.0
             loop.model.layers[0].kernel.assign(tf.fill(_SHAPE, 7.0))
@@ -131,7 +133,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.product(
         windows=[(4, 4), (2, 2)],
-        make_optimizer=[None, functools.partial(keras.optimizers.Adam, beta_1=0.0)],
+        make_optimizer=[_SGD, _ADAM],
         how=["synchronize", "fit"],
     )
     @pytest.mark.slow(after=2)
@@ -156,7 +158,7 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
         """Such ranks wait for the others, have no part in their later windows, and get their weights."""
 
         def run(strategy):
-            loop = _Loop(strategy, momentum=0.0)
+            loop = _Loop(strategy, make_optimizer=keras.optimizers.SGD)
             loop.train(range(9 if strategy.rank == 0 else 5))
             loop.synchronize()
             loop.train(range(9, _NUM_STEPS))
