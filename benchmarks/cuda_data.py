@@ -36,6 +36,11 @@ def _half_equal(rng, size):
     return np.where(rng.random(size) < 0.5, np.float32(0.25), rng.standard_normal(size, np.float32))
 
 
+def _some_equal(rng, size):
+    """Too few are equal for a sample to show it, but more than a small counter of a block can hold."""
+    return np.where(rng.random(size) < 0.06, np.float32(0.2501), rng.standard_normal(size, np.float32))
+
+
 def _tiny(rng, size):
     """Far below the normal numbers of float16, which then has some 30 steps for them."""
     return rng.standard_normal(size, np.float32) * np.float32(1e-6)
@@ -52,6 +57,7 @@ _FLOATS = {
     # Nine of ten values are 0, the others have Student's distribution with two degrees of freedom.
     "sparse": lambda rng, size: np.where(rng.random(size) < 0.9, 0.0, rng.standard_t(2, size)).astype(np.float32),
     "half_equal": _half_equal,
+    "some_equal": _some_equal,
     "narrow": lambda rng, size: (1 + 0.01 * rng.random(size)).astype(np.float32),
     "many_bins": _in_many_bins,
     "tiny": _tiny,
@@ -63,6 +69,7 @@ TO_CHECK = _FLOATS | {
 }
 TO_MEASURE = {name: function for name, function in _FLOATS.items() if name != "tiny"} | {
     "fp16": lambda rng, size: _tiny(rng, size).astype(np.float16),
+    "fp16_in_fp32": lambda rng, size: _tiny(rng, size).astype(np.float16).astype(np.float32),
     "bf16": lambda rng, size: truncated(rng.standard_normal(size, np.float32)),
 }
 

@@ -48,7 +48,7 @@ class _Setting:
     def __init__(self, arrays: harness.Arrays, device: harness.Device, drawn: np.ndarray, size: int):
         num_blocks = -(-size // _BLOCK_SIZE)
         self.arrays, self.size, self.drawn, self.type = arrays, size, drawn[:size], harness.TYPES[drawn.dtype]
-        self.num_passes = 3 if _is_refined(self.drawn) else 2
+        self.num_passes = _num_passes(self.drawn)
         self.source = _put_repeated(arrays, device, self.drawn, size)
         self.floats, self.copied = arrays.empty(size, np.float32), arrays.empty(size, np.float32)
         self.halves = arrays.empty(size, np.uint16)
@@ -102,11 +102,12 @@ def _put_repeated(arrays: harness.Arrays, device: harness.Device, drawn: np.ndar
     return address
 
 
-def _is_refined(drawn: np.ndarray) -> bool:
-    """True if the sketch refines bins of these values."""
-    patterns = drawn.astype(np.uint32) << 16 if drawn.dtype == np.uint16 else drawn.astype(np.float32).view(np.uint32)
-    members = np.bincount(patterns >> 16, minlength=1 << 16)
-    return bool(members[1:].max() > max(1, drawn.size // _REFINE_FRACTION))
+def _num_passes(drawn: np.ndarray) -> int:
+    """How often the sketch's encoder reads these values: once more if it refines bins of float32."""
+    if drawn.itemsize == 2:
+        return 2
+    members = np.bincount(drawn.view(np.uint32) >> 16, minlength=1 << 16)
+    return 3 if members[1:].max() > max(1, drawn.size // _REFINE_FRACTION) else 2
 
 
 class _Stopwatch:

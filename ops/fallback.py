@@ -13,7 +13,7 @@ from hop_tf.ops.arguments import NUM_CODES
 _BIN_SIZE = 1 << 16
 _NUM_BINS = (1 << 32) // _BIN_SIZE
 _REFINE_FRACTION = 500
-_MAX_PART_SIZE = 1 << 7
+_MAX_PART_SIZE = 1 << 9
 _POINT_BUCKETS = 4
 _SIGN = 1 << 31
 _SMALLEST_NORMAL = 0x00800000

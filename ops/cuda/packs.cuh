@@ -21,10 +21,12 @@ inline bool IsType(HopTfType type) {
 }
 
 struct BFloat16 {
+  static constexpr int kMantissaBits = 7;
   uint16_t bits;
 };
 
 struct Float16 {
+  static constexpr int kMantissaBits = 10;
   uint16_t bits;
 };
 

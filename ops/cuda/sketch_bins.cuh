@@ -12,12 +12,14 @@ namespace hop_tf {
 
 constexpr uint32_t kBinsPerExponent = 1u << (23 - kBinShift);  // For each sign.
 
-constexpr uint32_t kMaxParts = kRefineFraction << (kBinShift - kMaxPartShift);
+constexpr uint32_t kMaxParts = 1u << kBinShift;  // Of all refined bins together.
 
 // Bins, and behind them parts, have slots: places in arrays.
 constexpr uint32_t kNumSlots = kNumBins + kMaxParts;
 
 constexpr uint16_t kNotRefined = UINT16_MAX;
+
+constexpr uint32_t kNumHalves = 1u << 16;
 
 // A block of threads handles this many bins that are neighbors in the order of the values, one per thread.
 constexpr int kListThreads = 1024;
@@ -66,17 +68,23 @@ struct SketchWorkspace {
   // Zero at first.
   uint32_t has_non_finite;
   uint32_t num_entries_of_key[kNumCodes];
+  uint32_t members_of_half[kNumHalves];  // Of each value that 16 bits can mean, if values are so short.
   uint32_t members[kNumSlots];  // There are fewer than 2^31 values, but the sum of their low bits needs more.
   unsigned long long low_bits[kNumSlots];
   alignas(16) uint8_t codes[kNumSlots];
 
   // Written before they are read.
   uint32_t num_refined;
-  uint16_t place_of_bin[kNumBins];  // A refined bin's place among them in the order of the values, or kNotRefined.
+  alignas(16) uint16_t place_of_bin[kNumBins];  // A refined bin's place among them in the order of the values, or kNotRefined.
   uint32_t bin_of_place[kRefineFraction];
   Demand demand_of_block[kListBlocks];  // Of the bins that are not refined.
   Demand demand_of_run[kMaxRuns];
   Entry entries[kNumSlots];  // Those with members, in the order of the values and so of their keys.
+
+  __device__ void AddToSlot(uint32_t slot, uint32_t added_members, unsigned long long added_low_bits) {
+    atomicAdd(&members[slot], added_members);
+    if (added_low_bits != 0) atomicAdd(&low_bits[slot], added_low_bits);
+  }
 
   __device__ bool HasRefined() const { return num_refined > 0 && has_non_finite == 0; }
 
@@ -85,7 +93,7 @@ struct SketchWorkspace {
   // The values of a part have in common what is above so many bits.
   __device__ int PartShift() const {
     int shift = 0;
-    while (1u << shift < num_refined && shift < kMaxPartShift) ++shift;
+    while (1u << shift < num_refined) ++shift;
     return shift;
   }
 

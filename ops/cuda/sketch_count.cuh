@@ -89,8 +89,7 @@ class SlotCounters {
       if (owner == 0) owner = atomicCAS(&HotSlots()[hot], 0u, slot);
       if (owner == 0 || owner == slot) return AddToCounter(window_.NumCounters() + hot, low);
     }
-    atomicAdd(&workspace_->members[slot], 1u);
-    if (low != 0) atomicAdd(&workspace_->low_bits[slot], static_cast<unsigned long long>(low));
+    workspace_->AddToSlot(slot, 1, low);
   }
 
   // Moves large sums of low bits to device memory. A block may count this many values between two calls: then no
@@ -115,9 +114,7 @@ class SlotCounters {
     for (uint32_t i = threadIdx.x; i < NumCounters(); i += blockDim.x) {
       const uint32_t counter = i + start < NumCounters() ? i + start : i + start - NumCounters();
       if (members_[counter] == 0) continue;
-      const uint32_t slot = SlotOf(counter), low = LowBits()[counter];
-      atomicAdd(&workspace_->members[slot], members_[counter]);
-      if (low != 0) atomicAdd(&workspace_->low_bits[slot], static_cast<unsigned long long>(low));
+      workspace_->AddToSlot(SlotOf(counter), members_[counter], LowBits()[counter]);
     }
   }
 
@@ -141,19 +138,20 @@ class SlotCounters {
   uint32_t* const members_;
 };
 
-// Calls add(pattern) for the block's share of the values. Spills the counters in time, and flushes them at the end.
-template <int kWidth, int kThreads, typename T, typename Add>
-__device__ void CountAll(const T* values, int64_t num_values, const SlotCounters& counters, const Add& add) {
+// Calls add(pattern) for the worker's share of the values. Spills the counters in time, and flushes them at the end.
+template <int kWidth, int kThreads, typename Add>
+__device__ void CountAll(const Worker& worker, const float* values, int64_t num_values, const SlotCounters& counters,
+                         const Add& add) {
   constexpr int kValuesPerRound = kThreads * kValuesPerThread;
   // The last values, too few for a pack, come on top.
   constexpr int kRounds = (SlotCounters::kMaxValuesUntilSpill - kPackWidth) / kValuesPerRound;
   static_assert(kRounds > 0, "a round must not be too large");
-  const int64_t num_between_spills = int64_t{gridDim.x} * kValuesPerRound * kRounds;
+  const int64_t num_between_spills = worker.num_workers / kThreads * kValuesPerRound * kRounds;
   const auto load = [&](auto width, int64_t i) { return LoadPatterns<width>(values, i); };
   for (int64_t begin = 0; begin < num_values; begin += num_between_spills) {
     if (begin > 0) counters.Spill();
     const int64_t end = min(begin + num_between_spills, num_values);
-    ForPacks<kWidth>(ThreadOfGrid(), begin, end, load, [&](auto width, int64_t, const auto& patterns) {
+    ForPacks<kWidth>(worker, begin, end, load, [&](auto width, int64_t, const auto& patterns) {
 #pragma unroll
       for (int i = 0; i < width; ++i) add(patterns.at[i]);
     });
@@ -163,34 +161,47 @@ __device__ void CountAll(const T* values, int64_t num_values, const SlotCounters
 
 // The thread's value in a sample that covers the array with the threads of a block.
 template <typename T>
-__device__ uint32_t SamplePattern(const T* values, int64_t num_values) {
-  return ToPattern(values[threadIdx.x * num_values / blockDim.x]);
+__device__ T Sample(const T* values, int64_t num_values) {
+  return values[threadIdx.x * num_values / blockDim.x];
 }
 
-// A sampled value's magnitude; 0 if it is not finite.
-template <typename T>
-__device__ uint32_t SampleMagnitude(const T* values, int64_t num_values) {
-  const uint32_t magnitude = SamplePattern(values, num_values) & kMagnitudeMask;
-  return magnitude < kInfinity ? magnitude : 0;
+// The lanes of a warp whose pattern is in the same bin, in the high half, and that bin. A whole warp calls it.
+__device__ inline uint32_t FrequencyOfBin(uint32_t pattern) {
+  const uint32_t bin = pattern >> kBinShift;
+  return __popc(__match_any_sync(kAllLanes, bin)) << 16 | bin;
 }
 
-template <int kWidth, typename T>
+// The bin of the highest frequency, if it is so high that lanes would wait for each other to add to its counter.
+// Otherwise, or if it is not in the window, no bin.
+__device__ inline uint32_t FrequentBin(uint32_t frequency, const Window& window) {
+  const uint32_t bin = frequency % (1u << 16);
+  return frequency >> 16 >= kWarpSize / 4 && window.Contains(bin << kBinShift) ? bin : kNumBins;
+}
+
+template <int kWidth>
 __global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
-    CountBins(const T* values, int64_t num_values, int num_exponents, SketchWorkspace* workspace) {
+    CountBins(const float* values, int64_t num_values, int num_exponents, SketchWorkspace* workspace) {
   extern __shared__ uint4 shared_memory[];
-  __shared__ uint32_t largest_sampled, num_zeros;
-  if (threadIdx.x == 0) largest_sampled = num_zeros = 0;
+  __shared__ uint32_t largest_sampled, highest_frequency, num_zeros;
+  if (threadIdx.x == 0) largest_sampled = highest_frequency = num_zeros = 0;
   __syncthreads();
-  atomicMax(&largest_sampled, SampleMagnitude(values, num_values));
+  const uint32_t sampled = ToPattern(Sample(values, num_values)), sampled_magnitude = sampled & kMagnitudeMask;
+  if (sampled_magnitude < kInfinity) atomicMax(&largest_sampled, sampled_magnitude);
+  atomicMax(&highest_frequency, FrequencyOfBin(sampled));
   __syncthreads();
   const Window window(largest_sampled, num_exponents);
   const SlotCounters counters(window, shared_memory, workspace);
+  const uint32_t frequent = FrequentBin(highest_frequency, window);
 
-  uint32_t zeros = 0;
+  uint32_t zeros = 0, frequent_members = 0;
+  unsigned long long frequent_low_bits = 0;
   bool has_non_finite = false;
-  CountAll<kWidth, kCountThreads>(values, num_values, counters, [&](uint32_t pattern) {
+  CountAll<kWidth, kCountThreads>(ThreadOfGrid(), values, num_values, counters, [&](uint32_t pattern) {
     const uint32_t magnitude = pattern & kMagnitudeMask;
-    if (window.Contains(pattern)) {
+    if (pattern >> kBinShift == frequent) {
+      ++frequent_members;
+      frequent_low_bits += pattern & kLowMask;
+    } else if (window.Contains(pattern)) {
       counters.AddToWindow(pattern);
     } else if (magnitude < kSmallestNormal) {
       ++zeros;
@@ -202,6 +213,11 @@ __global__ void __launch_bounds__(kCountThreads, kCountBlocksPerMultiprocessor)
   });
   if (zeros > 0) atomicAdd(&num_zeros, zeros);
   has_non_finite = __syncthreads_or(has_non_finite);
+  if (frequent < kNumBins) {
+    frequent_members = ScanBlock(frequent_members, Plus()).total;
+    frequent_low_bits = ScanBlock(frequent_low_bits, Plus()).total;
+    if (threadIdx.x == 0) workspace->AddToSlot(frequent, frequent_members, frequent_low_bits);
+  }
   if (threadIdx.x != 0) return;
   if (num_zeros > 0) atomicAdd(&workspace->members[0], num_zeros);
   if (has_non_finite) workspace->has_non_finite = 1;

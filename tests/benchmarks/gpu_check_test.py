@@ -15,12 +15,8 @@ import unittest
 import pytest
 from absl.testing import absltest, parameterized
 
-from hop_tf.ops import native
+from tests.support import host_device
 
-_ROOT = pathlib.Path(__file__).parents[2]
-_SOURCE = pathlib.Path(__file__).with_name("host_device.cc")
-_KERNELS = pathlib.Path(native.__file__).with_name("libhop_tf_kernels.so")
-_COMPILER = os.environ.get("CXX", "g++")
 _TIMEOUT_SECONDS = 300
 
 # Stands in for nvcc. With -DBAD the library cannot be loaded.
@@ -45,10 +41,6 @@ def _write_tools(folder, **tools):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def _has_compiler():
-    return shutil.which(_COMPILER) is not None and _KERNELS.exists()
-
-
 class _ScriptTestCase(parameterized.TestCase):
     def setUp(self):
         super().setUp()
@@ -60,13 +52,13 @@ class _ScriptTestCase(parameterized.TestCase):
             "HOME": str(self.folder),
             "OUT": str(self.results),
             "PATH": f"{self.tools}:/usr/bin:/bin",
-            "PROCESSOR_LIBRARY": str(_KERNELS),
+            "PROCESSOR_LIBRARY": str(host_device.KERNELS),
             "PYTHON": sys.executable,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }
 
     def run_script(self, **environment):
-        command = ["bash", str(_ROOT / "benchmarks" / "gpu_check.sh")]
+        command = ["bash", str(host_device.ROOT / "benchmarks" / "gpu_check.sh")]
         return self.run_command(command, **environment)
 
     def run_command(self, command, **environment):
@@ -114,7 +106,7 @@ class DryRunTest(_ScriptTestCase):
         self.assertRegex(done.stdout, r"FAILED   build today: skipped, no time is left")
 
 
-@unittest.skipUnless(_has_compiler(), "needs a C++ compiler and the kernels for processors")
+@unittest.skipUnless(host_device.can_build(), "needs a C++ compiler and the kernels for processors")
 class HostDeviceTest(_ScriptTestCase):
     """On a driver and kernels that use this machine's memory."""
 
@@ -123,9 +115,7 @@ class HostDeviceTest(_ScriptTestCase):
         super().setUpClass()
         folder = tempfile.TemporaryDirectory()
         cls.addClassCleanup(folder.cleanup)
-        cls.driver = pathlib.Path(folder.name, "libcuda.so.1")
-        options = ["-O1", "-std=c++17", "-shared", "-fPIC", f"-Wl,-rpath,{_KERNELS.parent.resolve()}"]
-        subprocess.run([_COMPILER, *options, "-o", cls.driver, _SOURCE, _KERNELS], check=True)
+        cls.driver = host_device.build_driver(folder.name)
         cls.library = shutil.copy(cls.driver, pathlib.Path(folder.name, "libhop_tf_cuda.so"))
 
     def setUp(self):
@@ -133,8 +123,9 @@ class HostDeviceTest(_ScriptTestCase):
         self.environment |= {"LD_LIBRARY_PATH": str(self.driver.parent), "HOST_DEVICE": str(self.library)}
 
     def run_benchmark(self, *arguments, **environment):
-        script = str(_ROOT / "benchmarks" / "benchmark_cuda.py")
-        options = [f"--library=today={self.library}", f"--processor={_KERNELS}", f"--json={self.folder / 'run.json'}"]
+        script = str(host_device.ROOT / "benchmarks" / "benchmark_cuda.py")
+        libraries = [f"--library=today={self.library}", f"--processor={host_device.KERNELS}"]
+        options = [*libraries, f"--json={self.folder / 'run.json'}"]
         done = self.run_command([sys.executable, script, *options, *arguments], **environment)
         return done, json.loads((self.folder / "run.json").read_text())
 
@@ -143,7 +134,7 @@ class HostDeviceTest(_ScriptTestCase):
             f"--library=base={self.library}",
             "--checks=none",
             "--sizes=1K,64K",
-            "--data=gaussian,fp16",
+            "--data=narrow,fp16",
             "--seconds=1",
             "--rounds=4",
         )
@@ -154,8 +145,8 @@ class HostDeviceTest(_ScriptTestCase):
         self.assertTrue(all(3 <= row["rounds"] <= 4 and row["rounds_ahead"] == row["rounds"] for row in rows))
         copies = [row for row in rows if row["kernel"] == "copy"]
         self.assertEqual({row["share"] for row in copies}, {1.0})
-        sketch = next(row for row in rows if row["kernel"] == "sketch encode" and row["data"] == "fp16")
-        self.assertEqual(sketch["bytes_per_value"], 7)  # The bins of so few numbers are refined: a third pass.
+        sketches = {row["data"]: row["bytes_per_value"] for row in rows if row["kernel"] == "sketch encode"}
+        self.assertEqual(sketches, {"narrow": 3 * 4 + 1, "fp16": 2 * 2 + 1})  # Bins of float32 take a third pass.
         self.assertIn("sketch encode", done.stdout)
         self.assertIn("base", done.stdout)
         self.assertEqual(self.run_command([*done.args[:2], f"--show={self.folder / 'run.json'}"]).stdout, done.stdout)
@@ -187,7 +178,7 @@ class HostDeviceTest(_ScriptTestCase):
     def test_whole_script(self):
         _write_tools(self.tools, nvcc=_NVCC, compute_sanitizer=_TOOL, ncu=_TOOL)
         done = self.run_script(
-            BASE_CUDA=str(_ROOT / "ops" / "cuda"),
+            BASE_CUDA=str(host_device.ROOT / "ops" / "cuda"),
             BUDGET="250",
             DATA="gaussian,half_equal",
             SIZES="1K,64K",
