@@ -103,7 +103,7 @@ def _put_repeated(arrays: harness.Arrays, device: harness.Device, drawn: np.ndar
 
 
 def _num_passes(drawn: np.ndarray) -> int:
-    """How often the sketch's encoder reads these values: once more if it refines bins of float32."""
+    """The passes over these values by the sketch's encoder: one more if it refines bins of float32."""
     if drawn.itemsize == 2:
         return 2
     members = np.bincount(drawn.view(np.uint32) >> 16, minlength=1 << 16)

@@ -236,7 +236,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
         Raises:
           RuntimeError: If this method is called within `fit`, as in a callback.
-          ValueError: If the model is not built.
+          ValueError: If the model is not built, or the strategy would lose weights that were assigned after the last
+            step of a custom loop.
           MismatchError: If rank 0 has another model.
           HopError: If a rank was lost or has ended.
         """

@@ -14,6 +14,7 @@ import tensorflow as tf
 from hop_tf.keras_hook.trace import Assigned, StepTrace
 from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch, WatchedGroup
 from hop_tf.runtime.algorithm import Algorithm
+from hop_tf.runtime.averaging import read_all
 from hop_tf.runtime.scheme import Scheme
 
 _TEXT = "weights were assigned"
@@ -115,16 +116,20 @@ class Assignments:
         self._watch.forget()
 
     def end_loop(self) -> None:
-        """Lets algorithms take what a custom loop has assigned after its last step, if the scheme takes assignments.
+        """Lets algorithms take what a custom loop has assigned after its last step. Called before they finish.
 
-        Called before they finish.
+        Raises:
+          ValueError: If one cannot: its second copy would overwrite these weights. Once more, and it does.
         """
-        if not self._scheme.takes_assignments:
-            return
         for algorithm, watched in self._watched.items():
-            if watched.is_assigned():
+            if not watched.is_assigned():
+                continue
+            watched.forget()
+            trained = algorithm.group.trained
+            if self._scheme.takes_assignments:
                 algorithm.take_assigned([])
-                watched.forget()
+            elif not (algorithm.makes_way() or algorithm.take_assigned(read_all(trained))):
+                self._refuse(trained, "after the last training step, some of these")
 
     def check_step(self, algorithm: Algorithm, trace: StepTrace, *, in_fit: bool) -> None:
         """Emits the ops that fail if weights were assigned. Called right before the exchange of a step.

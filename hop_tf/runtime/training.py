@@ -283,6 +283,8 @@ class TrainingRun(TrainingHooks):
         loops = self.worker.in_session and self._scheme.settles_loops
         if loops:
             self._end_loop()
+        elif self.worker.in_session:
+            self._assignments.end_loop()
         yield
         if loops:
             self._begin_session()

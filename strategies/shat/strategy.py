@@ -220,7 +220,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
         Raises:
           RuntimeError: If it is called within `fit`, as in a callback.
-          ValueError: If the model is not built.
+          ValueError: If the model is not built, or weights were assigned after the last step of a custom loop.
           MismatchError: If rank 0 has another model.
           HopError: If a rank or a server was lost or has ended.
         """

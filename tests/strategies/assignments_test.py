@@ -23,6 +23,7 @@ _BY_IMPORTANCE = [*_KEEPS_A_COPY, *(name for name in _MEMBERS if name not in _KE
 _WITH_LOOPS = [name for name in _BY_IMPORTANCE if name != "canary"]  # Canary refuses custom loops.
 # With rows that are alike, both ranks make the steps of one process.
 _EXACT = [name for name in _MEMBERS if name not in ("canary", "shat")]
+_MEMBERS["shat_interval"] = (MEMBERS["shat"], {"interval": 2})
 
 _ROWS = np.random.default_rng(0).normal(size=(_BATCH_SIZE, 6)).astype(np.float32)
 _X = np.tile(_ROWS, (2 * _STEPS, 1))
@@ -221,6 +222,32 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             _fit(model, strategy, callbacks=_at_batch_end(call), steps_per_epoch=steps)
 
         self._assert_refused(name, run, "between two training steps")
+
+    @parameterized.product(name=[*_WITH_LOOPS, "shat_interval"], how=["synchronize", "fit"])
+    @pytest.mark.slow(after=1)
+    @pytest.mark.stress(but=4)
+    def test_after_the_last_step_of_a_loop(self, name, how):
+        """Merging, by `synchronize` or a following `fit`, does not take such weights back in silence."""
+
+        def run(strategy):
+            model = _linear(strategy)
+            step = _loop_step(model, model.optimizer, strategy)
+            for _ in range(3):
+                step()
+            model.layers[0].kernel.assign(tf.fill([6, 1], 7.0))
+            try:
+                if how == "fit":
+                    model.compile(keras.optimizers.SGD(0.0), "mse")
+                    _fit(model, strategy, epochs=1)
+                return _kernel_in_the_end(model, strategy)
+            except ValueError as error:
+                return str(error)
+
+        for result in _of_ranks(name, run):
+            if name in ("pipe_sgd_wide", "shat_interval") or (name == "shat" and how == "synchronize"):
+                self.assertRegex(result, "weights were assigned after the last training step.*rank [01]: .*kernel")
+            else:
+                self.assertAllClose(result, np.full([6, 1], 7.0), rtol=1e-5, atol=1e-5)
 
     @parameterized.parameters(*_BY_IMPORTANCE)
     @pytest.mark.stress(but=3)

@@ -88,7 +88,7 @@ def _configure(packing, *, has_state):
     return pb.Configure(
         group="g",
         session=1,
-        settings={"consistency": "async", "max_staleness": "16"},
+        settings={"consistency": "async", "max_staleness": "16", "interval": "1"},
         optimizer=serialized_for_server(keras.optimizers.SGD(momentum=_MOMENTUM)),
         codec=wire.codec_to_json(codecs.Identity()),
         pieces=pieces,
