@@ -141,7 +141,7 @@ class MomentumTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(mine, synchronous, rtol=1e-5, atol=1e-5)
         self.assert_equal_states(results)
 
-    @parameterized.parameters((3, "int8", int8), (2, "truncate16", truncate16))
+    @parameterized.parameters((3, "int8", int8), (2, "truncate16", truncate16), (5, "int8", int8))
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
     def test_equals_the_reference_with_codec(self, world_size, codec, reference):

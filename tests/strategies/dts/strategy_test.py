@@ -144,7 +144,7 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         expected = _reference(world_size, delay, interval, update, rule=rule, adaptive=_is_adaptive(name))
         self.check(results, expected)
 
-    @parameterized.parameters((2, 4, 4), (3, 7, 3), (2, 1, 1), (3, 0, 1))
+    @parameterized.parameters((2, 4, 4), (3, 7, 3), (2, 1, 1), (3, 0, 1), (5, 20, 12))
     @pytest.mark.stress(after=2)
     @pytest.mark.slow(after=1)
     def test_equals_the_reference_with_skewed_shards(self, world_size, delay, interval):
@@ -209,18 +209,23 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
         ("truncate16", truncate16, "adam"),
         ("truncate16", truncate16, "momentum"),
         ("int8", int8, "adamw"),
+        ("int8", int8, "adam", 2),
+        ("int8", int8, "momentum", 5),
+        ("int8", int8, "momentum", 3, True),
     )
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_equals_the_reference_with_codec(self, codec, reference, name):
+    def test_equals_the_reference_with_codec(self, codec, reference, name, world_size=3, skewed=False):
         """The first windows are equal, except for values at the border of two codes, which may get either code."""
         make_optimizer, update = _OPTIMIZERS[name]
-        results = _cluster(3, delay=3, interval=2, codec=codec).run(
+        results = _cluster(world_size, delay=3, interval=2, codec=codec, skewed_shards=skewed).run(
             lambda s: _train(s, make_optimizer, num_outputs=900)
         )
-        is_adaptive = _is_adaptive(name)
-        history, final = _reference(3, 3, 2, update, 900, adaptive=is_adaptive, mean=mesh_mean(reference))
-        _, without = _reference(3, 3, 2, update, 900, adaptive=is_adaptive)
+        correction = {"t_1": 1, "momentum": 0.9} if skewed else {}
+        rule = functools.partial(gentle_windows, adaptive=_is_adaptive(name), **correction)
+        arguments = {"num_outputs": 900, "rule": rule}
+        history, final = _reference(world_size, 3, 2, update, mean=mesh_mean(reference), **arguments)
+        _, without = _reference(world_size, 3, 2, update, **arguments)
         lossy = np.mean(np.abs(without - final))
         for rank, (of_rank, last, _) in enumerate(results):
             early = np.isclose(of_rank[:6], [weights[rank] for weights in history[:6]], rtol=1e-5, atol=1e-5)
