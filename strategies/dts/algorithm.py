@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import keras
 import numpy as np
 import tensorflow as tf
+from absl import logging
 
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, is_adaptive, iterations_variable, tf_variables
 from hop_tf.keras_hook.shares import BatchShares
@@ -347,6 +348,8 @@ class DTSAlgorithm(Algorithm):
         if (optimizer := self._outer.optimizer) is not None:
             self._broadcast(tf_variables(optimizer.variables))
         self._first_iteration = int(iterations_variable(self.group.optimizer()))
+        if self._settings.warmup_steps and self.group.context.membership.rank == 0:
+            logging.info("The first %d steps are synchronous, as `warmup_steps` says.", self._settings.warmup_steps)
 
     def begin_session(self) -> None:
         self._assigned.assign(tf.zeros_like(self._assigned))

@@ -169,7 +169,9 @@ class WindowsTest(tf.test.TestCase, parameterized.TestCase):
     def test_equals_the_reference_after_a_warmup(self, world_size, delay, interval, num_early, name, rule=()):
         make_optimizer, update = _OPTIMIZERS[name]
         settings = {"delay": delay, "interval": interval, "warmup_steps": num_early, **dict(rule)}
-        results = _cluster(world_size, **settings).run(lambda s: _train(s, make_optimizer))
+        with self.assertLogs("absl", "INFO") as logs:
+            results = _cluster(world_size, **settings).run(lambda s: _train(s, make_optimizer))
+        self.assertLen([line for line in logs.output if f"The first {num_early} steps are synchronous" in line], 1)
         is_adaptive, skewed = _is_adaptive(name), {"t_1": 1, "momentum": 0.9} if rule else {}
         gentleness = {"kappa": 0.5} if delay >= 3 else {"kappa": 1, "t_1": 1, "t_2": 1}
         gentleness = {**gentleness, **skewed, "adaptive": is_adaptive}
