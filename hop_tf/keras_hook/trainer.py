@@ -126,15 +126,21 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
 
 
 def _adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Gives optimizers that were created under no strategy, as by a `compile` outside of the scope, the model's.
+    """Gives optimizers that were created under no strategy, as by a `compile` outside of the scope, the model's."""
+    for optimizer in [each for each in vars(model).values() if isinstance(each, BaseOptimizer)]:
+        _adopt(optimizer, strategy)
 
-    Otherwise TensorFlow refuses to create their slots in the scope: "Mixing different tf.distribute.Strategy objects".
+
+def _adopt(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -> None:
+    """Gives an optimizer that was created under no strategy this one.
+
+    Otherwise TensorFlow refuses to create its slots in the scope: "Mixing different tf.distribute.Strategy objects".
+    And Keras would add up gradients by itself, before the strategy does.
     """
     default = distribute_lib._get_default_strategy()
-    for optimizer in [each for each in vars(model).values() if isinstance(each, BaseOptimizer)]:
-        for each in (optimizer, innermost(optimizer)):
-            if each._distribution_strategy is default:
-                each._distribution_strategy = strategy
+    for each in (optimizer, innermost(optimizer)):
+        if each._distribution_strategy is default:
+            each._distribution_strategy = strategy
 
 
 @contextlib.contextmanager
@@ -372,6 +378,9 @@ def _applied_once(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def apply(self, grads, trainable_variables=None):
+        strategy = tf.distribute.get_strategy()
+        if isinstance(strategy.extended, Extended) and not tf.distribute.in_cross_replica_context():
+            _adopt(self, strategy)  # A custom loop may have created it outside of the scope.
         extended = self._distribution_strategy.extended
         if not isinstance(extended, Extended):
             return method(self, grads, trainable_variables)

@@ -48,14 +48,20 @@ class Watch:
 
     A watched variable gets a subclass whose methods call the watch. That does not slow down a step. A `tf.function`
     that assigns a variable between two steps sets a flag each time it runs.
+
+    Args:
+      ignores_undone: True if a variable that gets its former value back, up to rounding, no longer counts as assigned.
+        Assignments by a `tf.function` always count. Default False.
     """
 
-    def __init__(self):
+    def __init__(self, *, ignores_undone: bool = False):
+        self._ignores_undone = ignores_undone
         self._trace: weakref.ref[StepTrace] | None = None
         self._watched: dict[int, weakref.ref[tf.Variable]] = {}
         self._groups: weakref.WeakSet[WatchedGroup] = weakref.WeakSet()
         self._values: list[tuple[tf.Variable, tf.Tensor]] = []
-        self._assigned: dict[int, weakref.ref[tf.Variable]] = {}
+        # With the value before, if undone assignments are ignored.
+        self._assigned: dict[int, tuple[weakref.ref[tf.Variable], tf.Tensor | None]] = {}
         # For each variable that a `tf.function` assigns: a flag, true if the function has run since `forget`.
         self._in_functions: dict[int, tuple[weakref.ref[tf.Variable], tf.Variable]] = {}
 
@@ -75,7 +81,7 @@ class Watch:
         self._watched.update({id(variable): _until_gone(self._watched, variable) for variable in variables})
         group = WatchedGroup(self, variables)
         self._groups.add(group)
-        self._forget(group.keys)
+        self._forget(set(group.keys))
         return group
 
     def listen(self, variables: Sequence[tf.Variable]) -> None:
@@ -97,8 +103,19 @@ class Watch:
         elif not tf.executing_eagerly():
             self._note_function(variable)
         elif id(variable) in self._watched:
-            self._assigned[id(variable)] = _until_gone(self._assigned, variable)
+            if id(variable) not in self._assigned:
+                before = variable.read_value() if self._ignores_undone else None
+                self._assigned[id(variable)] = _until_gone(self._assigned, variable), before
             self._set_flags(variable)
+
+    def note_value(self, variable: tf.Variable) -> None:
+        """Called when a variable was assigned."""
+        if not self._ignores_undone or own_updates.runs or not tf.executing_eagerly() or self.trace is not None:
+            return
+        _, before = self._assigned.get(id(variable), (None, None))
+        if before is not None and _are_alike(variable.numpy(), before.numpy()):
+            del self._assigned[id(variable)]
+            self._set_flags(variable, is_assigned=False)
 
     def _note_function(self, variable: tf.Variable) -> None:
         with tf.init_scope():
@@ -109,20 +126,21 @@ class Watch:
         self._in_functions[id(variable)][1].assign(True)
         self._set_flags(variable)  # A loop may read only these flags.
 
-    def _set_flags(self, variable: tf.Variable) -> None:
+    def _set_flags(self, variable: tf.Variable, is_assigned: bool = True) -> None:
         for group in self._groups:
-            if group.has_flag and id(variable) in group.keys:
-                group.flag.assign(True)
+            if group.has_flags and id(variable) in group.keys:
+                index = group.keys.index(id(variable))
+                group.flags.scatter_update(tf.IndexedSlices([is_assigned], [index]))
 
-    def flags_of(self, keys: Iterable[int]) -> list[tf.Variable]:
+    def flags_of(self, keys: Iterable[int]) -> dict[int, tf.Variable]:
         """The flags of functions that assign some of these watched variables."""
         if not self._in_functions:
-            return []
-        return [self._in_functions[key][1] for key in keys if key in self._in_functions]
+            return {}
+        return {key: self._in_functions[key][1] for key in keys if key in self._in_functions}
 
-    def has_assigned(self, keys: Iterable[int]) -> bool:
-        """True if one of these variables was assigned since `forget`, outside of functions."""
-        return not self._assigned.keys().isdisjoint(keys)
+    def has_assigned(self, key: int) -> bool:
+        """True if this variable was assigned since `forget`, outside of functions."""
+        return key in self._assigned
 
     def assigned(self) -> list[tf.Variable]:
         """The watched variables that were assigned since `forget`."""
@@ -130,7 +148,7 @@ class Watch:
             return []
         watched = [self._in_functions[key] for key in self._watched.keys() & self._in_functions.keys()]
         in_functions = [each for each, flag in watched if bool(flag)]
-        variables = [each() for each in (*self._assigned.values(), *in_functions)]
+        variables = [each() for each in (*(each for each, _ in self._assigned.values()), *in_functions)]
         return [each for each in variables if each is not None]
 
     def remember(self) -> None:
@@ -152,8 +170,10 @@ class Watch:
     def _forget(self, keys: Set[int]) -> None:
         for key in self._assigned.keys() & keys:
             del self._assigned[key]
-        flags = [group.flag for group in self._groups if group.has_flag and group.keys <= keys]
-        for flag in (*flags, *self.flags_of(keys)):
+        for group in self._groups:
+            if group.has_flags and keys >= set(group.keys):
+                group.flags.assign(tf.zeros_like(group.flags))
+        for flag in self.flags_of(keys).values():
             flag.assign(False)
 
 
@@ -161,7 +181,7 @@ class WatchedGroup:
     """Watched variables whose assignments a scheme takes, or refuses, together.
 
     Attributes:
-      keys: The identities of the variables.
+      keys: The identities of the variables, in their order.
 
     Args:
       watch: The watch of the variables.
@@ -171,26 +191,34 @@ class WatchedGroup:
     def __init__(self, watch: Watch, variables: Sequence[tf.Variable]):
         self._watch = watch
         self._variables = tuple(variables)  # As long as these live, nothing else has their identities.
-        self.keys = frozenset(map(id, variables))
+        self.keys = tuple(map(id, variables))
 
     @functools.cached_property
-    def flag(self) -> tf.Variable:
-        """A flag for graphs: true if a variable was assigned since `forget`. Created when a graph first asks."""
-        return _make_flag(self._watch.has_assigned(self.keys))
+    def flags(self) -> tf.Variable:
+        """For each variable, true if it was assigned since `forget`. Created when a graph first asks."""
+        return _make_flag([self._watch.has_assigned(key) for key in self.keys])
 
     @property
-    def has_flag(self) -> bool:
-        """True if a graph has asked for the flag."""
-        return "flag" in vars(self)
+    def has_flags(self) -> bool:
+        """True if a graph has asked for the flags."""
+        return "flags" in vars(self)
 
     def is_assigned(self) -> tf.Tensor:
         """Emits the ops that tell if one of the variables was assigned since `forget`."""
-        flags = self._watch.flags_of(self.keys)
-        return tf.reduce_any(tf.stack([self.flag, *flags])) if flags else self.flag.read_value()
+        of_functions = self._watch.flags_of(self.keys).values()
+        return tf.reduce_any(tf.concat([self.flags, tf.stack(list(of_functions))], 0) if of_functions else self.flags)
+
+    def are_assigned(self) -> tf.Tensor:
+        """Emits the ops that tell of each of the variables if it was assigned since `forget`."""
+        of_functions = self._watch.flags_of(self.keys)
+        if not of_functions:
+            return self.flags.read_value()
+        return tf.logical_or(self.flags, tf.stack([of_functions.get(key, False) for key in self.keys]))
 
     def forget(self) -> None:
         """Emits the ops that reset the flags that `is_assigned` reads."""
-        for flag in (self.flag, *self._watch.flags_of(self.keys)):
+        self.flags.assign(tf.zeros_like(self.flags))
+        for flag in self._watch.flags_of(self.keys).values():
             flag.assign(False)
 
 
@@ -200,9 +228,9 @@ def _until_gone(kept: dict[int, object], variable: tf.Variable) -> weakref.ref[t
     return weakref.ref(variable, lambda _: kept.pop(key, None))
 
 
-def _make_flag(value: bool) -> tf.Variable:
+def _make_flag(value: bool | Sequence[bool]) -> tf.Variable:
     with tf.init_scope(), tf.device("/cpu:0"):
-        return tf.Variable(value, trainable=False, name="hop_tf_assigned")
+        return tf.Variable(value, dtype=tf.bool, trainable=False, name="hop_tf_assigned")
 
 
 @functools.cache
@@ -214,12 +242,17 @@ def _watched(kind: type) -> type:
 
 def _telling(name: str) -> Callable:
     def method(self, *args, **kwargs):
-        getattr(self, _WATCH).note(self)
-        return getattr(super(type(self), self), name)(*args, **kwargs)
+        watch = getattr(self, _WATCH)
+        watch.note(self)
+        result = getattr(super(type(self), self), name)(*args, **kwargs)
+        watch.note_value(self)
+        return result
 
     return method
 
 
 def _are_alike(now: np.ndarray, before: np.ndarray) -> bool:
-    bound = ROUNDING.get(tf.as_dtype(before.dtype), UNDONE) * np.abs(before).max(initial=0)
-    return not np.any(np.abs(now - before) > bound)
+    tolerance = ROUNDING.get(tf.as_dtype(before.dtype), UNDONE)
+    now, before = (each.astype(np.float64) for each in (now, before))
+    bound = tolerance * np.abs(before).max(initial=0, where=np.isfinite(before))
+    return np.allclose(now, before, rtol=0, atol=bound, equal_nan=True)

@@ -112,10 +112,11 @@ class Algorithm(GraphState, abc.ABC):
           variables: The variables, of this and of other groups.
         """
 
-    def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Emits the operations that take weights that a custom loop has assigned between two steps.
+    def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Emits the operations that take variables that a custom loop has assigned between two steps.
 
         Args:
+          are_assigned: For each variable of `watched`, true if it was assigned.
           weights: The trained weights at the start of the step; empty if `Scheme.takes_assignments` is True.
 
         Returns:

@@ -31,7 +31,8 @@ class Assignments:
     def __init__(self, scheme: Scheme):
         self._scheme = scheme
         self._hears = not scheme.takes_assignments or scheme.hears_of_assignments
-        self._watch = Watch() if self._hears or not scheme.keeps_assignments else None
+        watches = self._hears or not scheme.keeps_assignments
+        self._watch = Watch(ignores_undone=scheme.takes_assignments) if watches else None
         self._watched: weakref.WeakKeyDictionary[Algorithm, WatchedGroup] = weakref.WeakKeyDictionary()
         self._is_between_epochs = True
 
@@ -48,8 +49,8 @@ class Assignments:
 
     def add(self, algorithm: Algorithm) -> None:
         """Watches the weights of a new group."""
-        if self._hears:
-            self._watched[algorithm] = self._watch.add(algorithm.watched())
+        if self._hears and (variables := algorithm.watched()):
+            self._watched[algorithm] = self._watch.add(variables)
 
     def begin_training(self) -> None:
         """Called when the scheme has taken assignments from before a `fit`. Keeps the weights as `end_epoch` does."""
@@ -124,11 +125,11 @@ class Assignments:
         for algorithm, watched in self._watched.items():
             if not watched.is_assigned():
                 continue
+            are_assigned, trained = watched.are_assigned(), algorithm.group.trained
             watched.forget()
-            trained = algorithm.group.trained
             if self._scheme.takes_assignments:
-                algorithm.take_assigned([])
-            elif not (algorithm.makes_way() or algorithm.take_assigned(read_all(trained))):
+                algorithm.take_assigned(are_assigned, [])
+            elif not (algorithm.makes_way() or algorithm.take_assigned(are_assigned, read_all(trained))):
                 self._refuse(trained, "after the last training step, some of these")
 
     def check_step(self, algorithm: Algorithm, trace: StepTrace, *, in_fit: bool) -> None:
@@ -140,8 +141,8 @@ class Assignments:
           in_fit: True for a step of `fit`. `begin_batch` then checks assignments between two steps.
         """
         if self._scheme.takes_assignments:
-            if self._hears and not in_fit:
-                self._check_loop(algorithm, lambda: algorithm.take_assigned([]))
+            if algorithm in self._watched and not in_fit:
+                self._check_loop(algorithm, lambda: [])
             return
         trained = algorithm.group.trained
         assigned = trace.assigned_before_update(trained)
@@ -149,7 +150,7 @@ class Assignments:
             return
         self._check_before_update(assigned)
         if not in_fit:
-            self._check_loop(algorithm, lambda: algorithm.take_assigned(trace.before_decay(trained)))
+            self._check_loop(algorithm, lambda: trace.before_decay(trained))
 
     def _check_before_update(self, assigned: Sequence[Assigned]) -> None:
         """Refuses assignments unless they are undone before the update, up to rounding.
@@ -166,13 +167,18 @@ class Assignments:
             elif not is_undone:
                 raise ValueError(error)
 
-    def _check_loop(self, algorithm: Algorithm, take: Callable[[], tf.Tensor]) -> None:
-        """Checks a custom loop in the graph, which alone knows when a step begins."""
+    def _check_loop(self, algorithm: Algorithm, read: Callable[[], Sequence[tf.Tensor]]) -> None:
+        """Checks a custom loop in the graph, which alone knows when a step begins.
+
+        Args:
+          algorithm: That of the group.
+          read: Emits the ops that read the weights for `Algorithm.take_assigned`.
+        """
         watched = self._watched[algorithm]
         error = self._describe(algorithm.group.trained, "between two training steps, some of these") + self._advice
 
         def take_or_fail() -> tf.Tensor:
-            is_taken = take()
+            is_taken = algorithm.take_assigned(watched.are_assigned(), read())
             with tf.control_dependencies([tf.debugging.Assert(is_taken, [error])]):
                 watched.forget()
             return is_taken

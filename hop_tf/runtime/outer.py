@@ -215,20 +215,22 @@ class OuterSteps:
             kappas = tf.unstack(*self._kappas.at(num_newer), self._num_trained)
         _add(self._slow, [tf.cast(kappa, mean.dtype) * mean for kappa, mean in zip(kappas, means, strict=False)])
 
-    def note_assigned(self, indices: Sequence[int], num_under_way: int | tf.Tensor) -> None:
+    def note_assigned(self, are_assigned: Sequence[bool | tf.Tensor], num_under_way: int | tf.Tensor) -> None:
         """Emits the ops that leave nothing to approach in variables that the program has assigned.
 
         Args:
-          indices: The variables, all trained.
+          are_assigned: For each trained variable, true if it was assigned.
           num_under_way: As of `give`.
         """
         merged = read_all(self._merged)
         with tf.device("/cpu:0"):
             rest = [tf.unstack(1 - kappas, self._num_trained) for (kappas,) in reversed(self._kappas.all())]
         whole, slow = (self._own.add_newest(num_under_way, merged, factors) for factors in ((), rest))
-        self._changes.count_from({i: tf.cast(whole[i], self._variables[i].dtype) for i in indices})
-        for i in indices:
-            self._slow[i].assign(slow[i])
+        known = self._changes.known()
+        for i, is_assigned in enumerate(are_assigned):
+            whole[i] = tf.where(is_assigned, tf.cast(whole[i], known[i].dtype), known[i])
+            self._slow[i].assign(tf.where(is_assigned, slow[i], self._slow[i]))
+        self._changes.count_from(dict(enumerate(whole[: self._num_trained])))
 
     def approach(self, num_under_way: int | tf.Tensor, interval: int | tf.Tensor, follows_take: bool = False) -> None:
         """Emits the ops that move variables towards what is merged, after `take` and the merges of that step.

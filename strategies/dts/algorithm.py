@@ -292,17 +292,16 @@ class DTSAlgorithm(Algorithm):
         schedule = self.known_schedule(num_steps + 1)
         if self._merges_gently(schedule):
             num_under_way = len(schedule.under_way(num_steps))
-            self._outer.note_assigned(np.flatnonzero(are_assigned), num_under_way)
+            self._outer.note_assigned(are_assigned, num_under_way)
 
-    def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+    def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             now = self.group.read_step()
             schedule = self.schedule_at(now + 1)
             num_under_way = schedule.num_ended(now) - _num_merged(schedule, now)
-
-        self._assigned.assign(tf.ones_like(self._assigned))
-        trained = range(self.group.num_trained)
-        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(trained, num_under_way))
+            of_variables = tf.unstack(are_assigned, self.group.num_trained)
+        self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
+        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(of_variables, num_under_way))
         return tf.constant(True)
 
     # The schedule.

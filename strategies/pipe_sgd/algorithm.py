@@ -191,7 +191,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
             self.exchange.tuner.is_narrow = True
         return True
 
-    def take_assigned(self, weights: Sequence[tf.Tensor]) -> tf.Tensor:
+    def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             is_merged = tf.equal(self.group.step, self._pipelined_from)  # Nothing is in flight.
         tf.cond(is_merged, lambda: self._replay.take(weights), lambda: None)

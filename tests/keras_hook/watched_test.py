@@ -205,6 +205,35 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         self._kernel.assign_add(0.1 * tf.ones([4, 3]))
         self.assertLen(self._watch.changed(), 1)
 
+    def test_a_value_that_was_put_back_does_not_count(self):
+        """But for assignments of functions, which are not compared."""
+        watch = Watch(ignores_undone=True)
+        kernel, bias = variables = [tf.Variable(tf.ones([4])), tf.Variable([1.0])]
+        group = watch.add(variables)
+        are_assigned = tf.function(group.are_assigned)
+        self.assertAllEqual(are_assigned(), [False, False])
+        kernel.assign_add(0.1 * tf.ones([4]))
+        bias.assign([2.0])
+        self.assertAllEqual(are_assigned(), [True, True])
+        kernel.assign_sub(0.1 * tf.ones([4]))  # But for rounding.
+        self.assertAllEqual(are_assigned(), [False, True])
+        self.assertEqual([id(variable) for variable in watch.assigned()], [id(bias)])
+        tf.function(lambda: kernel.assign(kernel))()
+        self.assertAllEqual(are_assigned(), [True, True])
+        watch.forget()
+        self.assertAllEqual(are_assigned(), [False, False])
+        bias.assign([1.0])
+        self.assertAllEqual(are_assigned(), [False, True])  # Its former value is the one that was taken.
+
+    @parameterized.parameters(([np.nan, 1.0], [0.5, 1.0]), ([np.inf, 1.0], [np.inf, 2.0]))
+    def test_values_beside_nan_and_infinity_have_changed(self, before, now):
+        variable = tf.Variable(before)
+        watch = Watch()
+        watch.add([variable])
+        watch.remember()
+        variable.assign(now)
+        self.assertLen(watch.changed(), 1)
+
     def test_nan_that_stays_has_not_changed(self):
         self._kernel.assign(np.full([4, 3], np.nan, np.float32))
         self._watch.remember()

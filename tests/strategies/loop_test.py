@@ -46,12 +46,14 @@ def _loss_of_keras(model, y, y_pred):
 _LOSSES = [_average_loss, _average_loss_of_the_global_batch, _loss_of_keras]
 
 
-def _train(compute_loss, strategy):
+def _train(compute_loss, strategy, make_optimizer=None):
     """Trains; returns the losses that a program would print, and the final weights."""
     with strategy.scope():
         kernel = keras.layers.Dense(1, kernel_initializer="ones", kernel_regularizer=keras.regularizers.L2(0.1))
         model = keras.Sequential([keras.Input((4,)), kernel])
         optimizer = keras.optimizers.SGD(0.05)
+    if make_optimizer is not None:
+        optimizer = make_optimizer(model)
 
     def train_step(x, y):
         with tf.GradientTape() as tape:
@@ -82,6 +84,24 @@ class TutorialTest(tf.test.TestCase, parameterized.TestCase):
     def test_equals_one_process(self, compute_loss):
         expected = _trained_alone(compute_loss)
         for result in MEMBERS["pipe_sgd"].run(functools.partial(_train, compute_loss), pipeline_width=1):
+            self.assertAllClose(result, expected, rtol=1e-5, atol=1e-5)
+
+    @parameterized.product(is_built=[False, True], is_scaled=[False, True])
+    @pytest.mark.slow(after=1)
+    def test_an_optimizer_that_was_made_outside_of_the_scope(self, is_built, is_scaled):
+        """Keras lets such an optimizer add up gradients by itself, which must not happen twice."""
+
+        def make_optimizer(model):
+            optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+            if is_scaled:
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+            if is_built:
+                optimizer.build(model.trainable_variables)
+            return optimizer
+
+        train = functools.partial(_train, _average_loss, make_optimizer=make_optimizer)
+        expected = train(tf.distribute.get_strategy())
+        for result in MEMBERS["pipe_sgd"].run(train, pipeline_width=1):
             self.assertAllClose(result, expected, rtol=1e-5, atol=1e-5)
 
     @parameterized.product(compute_loss=_LOSSES, name=list(MEMBERS))

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from support import in_process
+from support import in_process, two_kernels
 
 _NUM_STEPS = 13
 _SHAPE = (3, 4)
@@ -130,6 +130,41 @@ class LoopTest(tf.test.TestCase, parameterized.TestCase):
 
         for weights in _cluster(3, delay=delay, interval=interval).run(run):
             self.assertAllClose(weights, np.full(_SHAPE, 7.0), rtol=1e-5, atol=1e-5)
+
+    @parameterized.product(windows=[(4, 4), (5, 2)], step=[_NUM_STEPS, 2 * _NUM_STEPS], is_put_back=[False, True])
+    @pytest.mark.slow(after=2)
+    def test_variables_that_are_not_assigned_lose_nothing(self, windows, step, is_put_back):
+        """Nor do those that get their value back."""
+        delay, interval = windows
+
+        def run(strategy):
+            with strategy.scope():
+                model, optimizer = two_kernels(*_SHAPE), keras.optimizers.SGD(_RATE)
+            first, second = model.trainable_variables
+            train = tf.function(
+                lambda gradient: strategy.run(lambda: optimizer.apply([gradient, gradient], [first, second]))
+            )
+
+            def assign():
+                before = first.numpy()
+                first.assign(tf.fill(_SHAPE, 7.0))
+                if is_put_back:
+                    first.assign(before)
+
+            for number in range(2 * _NUM_STEPS):
+                if number == step:
+                    assign()
+                train(tf.constant(_gradients()[number % _NUM_STEPS, strategy.rank] / 2))
+            if step == 2 * _NUM_STEPS:
+                assign()
+            strategy.synchronize(model)
+            return first.numpy(), second.numpy()
+
+        change = -_RATE * _gradients()[:, :2].mean(1).sum(0)
+        for first, second in _cluster(2, delay=delay, interval=interval).run(run):
+            self.assertAllClose(second, 1 + 2 * change, rtol=1e-5, atol=1e-5)
+            later = change if step == _NUM_STEPS else np.zeros(_SHAPE)
+            self.assertAllClose(first, 1 + 2 * change if is_put_back else 7 + later, rtol=1e-5, atol=1e-5)
 
     @parameterized.product(
         windows=[(4, 4), (2, 2)],

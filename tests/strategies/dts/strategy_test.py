@@ -792,6 +792,33 @@ class AssignmentsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(seen, np.full_like(seen, 7.0), atol=0.25)  # They follow the slow ones.
             self.assertAllClose(other, other_eagerly, rtol=1e-5, atol=1e-5)
 
+    @parameterized.parameters((4, 4, "in a step"), (20, 12, "between epochs"), (5, 2, "until the next epoch"))
+    @pytest.mark.slow(after=1)
+    def test_what_a_callback_puts_back_loses_nothing(self, delay, interval, when):
+        """As one that evaluates other weights, or swaps them with averages, which leaves rounding errors behind."""
+
+        def run(strategy):
+            model = _compiled(strategy, _sgd(), linear_loss)
+            kernel = model.layers[0].kernel
+
+            def put_back(number, logs):
+                kernel.assign_add(0.1 * tf.ones_like(kernel))
+                kernel.assign_sub(0.1 * tf.ones_like(kernel))
+
+            calls = {
+                "in a step": {"on_train_batch_end": put_back},
+                "between epochs": {"on_epoch_end": put_back},
+                "until the next epoch": {
+                    "on_epoch_end": lambda epoch, logs: epoch == 0 and kernel.assign_add(0.1 * tf.ones_like(kernel)),
+                    "on_epoch_begin": lambda epoch, logs: epoch == 1 and kernel.assign_sub(0.1 * tf.ones_like(kernel)),
+                },
+            }
+            _fit(model, epochs=2, callbacks=[keras.callbacks.LambdaCallback(**calls[when])])
+            return _weights(model)
+
+        for weights in _cluster(2, delay=delay, interval=interval).run(run):
+            self.assertAllClose(weights, _linear_result(_sgd()), rtol=1e-5, atol=1e-5)
+
     @parameterized.parameters((4, 4), (2, 2), (0, 3))
     @pytest.mark.slow(after=1)
     def test_assigned_weights_are_no_longer_steps(self, delay, interval):
