@@ -32,13 +32,19 @@ def _in_many_bins(rng, size):
     return np.ldexp(1 + (bins % 128 + rng.random(size)) / 128, bins // 128).astype(np.float32)
 
 
+def _narrow(rng, size):
+    return (1 + 0.01 * rng.random(size)).astype(np.float32)
+
+
 def _half_equal(rng, size):
     return np.where(rng.random(size) < 0.5, np.float32(0.25), rng.standard_normal(size, np.float32))
 
 
 def _some_equal(rng, size):
-    """Too few are equal for a sample to show it, but more than a small counter of a block can hold."""
-    return np.where(rng.random(size) < 0.06, np.float32(0.2501), rng.standard_normal(size, np.float32))
+    """In few bins. One value shows in a sample, another does not, but small counters of a block cannot hold it."""
+    return np.select([(drawn := rng.random(size)) < 0.06, drawn < 0.1], [1.0031, 1.0059], _narrow(rng, size)).astype(
+        "f"
+    )
 
 
 def _tiny(rng, size):
@@ -58,7 +64,7 @@ _FLOATS = {
     "sparse": lambda rng, size: np.where(rng.random(size) < 0.9, 0.0, rng.standard_t(2, size)).astype(np.float32),
     "half_equal": _half_equal,
     "some_equal": _some_equal,
-    "narrow": lambda rng, size: (1 + 0.01 * rng.random(size)).astype(np.float32),
+    "narrow": _narrow,
     "many_bins": _in_many_bins,
     "tiny": _tiny,
 }

@@ -13,7 +13,8 @@ from hop_tf.ops.arguments import NUM_CODES
 _BIN_SIZE = 1 << 16
 _NUM_BINS = (1 << 32) // _BIN_SIZE
 _REFINE_FRACTION = 500
-_MAX_PART_SIZE = 1 << 9
+_MAX_PART_SIZE = 1 << 10
+_MAX_PARTS = 1 << 15
 _POINT_BUCKETS = 4
 _SIGN = 1 << 31
 _SMALLEST_NORMAL = 0x00800000
@@ -85,7 +86,7 @@ def _cells(patterns: tf.Tensor, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, 
     is_refined = (members > tf.maximum(size // _REFINE_FRACTION, 1)) & (tf.range(_NUM_BINS) > 0)
     refined = tf.where(is_refined)[:, 0]
     sizes = 2 ** tf.range(_MAX_PART_SIZE.bit_length(), dtype=tf.int64)
-    is_enough = (sizes >= tf.size(refined, out_type=tf.int64)) | (sizes == _MAX_PART_SIZE)
+    is_enough = tf.size(refined, out_type=tf.int64) * (_BIN_SIZE // sizes) <= _MAX_PARTS
     part_size = tf.reduce_min(sizes[is_enough])
     place = tf.gather(tf.cumsum(tf.cast(is_refined, tf.int64)) - 1, bins)
     part_cells = _NUM_BINS + (place * _BIN_SIZE + patterns % _BIN_SIZE) // part_size

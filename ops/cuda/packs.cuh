@@ -22,11 +22,13 @@ inline bool IsType(HopTfType type) {
 
 struct BFloat16 {
   static constexpr int kMantissaBits = 7;
+  static constexpr uint32_t kInfinity = 0x7f80u;
   uint16_t bits;
 };
 
 struct Float16 {
   static constexpr int kMantissaBits = 10;
+  static constexpr uint32_t kInfinity = 0x7c00u;
   uint16_t bits;
 };
 

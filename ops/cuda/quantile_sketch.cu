@@ -122,13 +122,13 @@ __device__ void LookUpAll(const Codes& codes_of_patterns, const float* values, i
 }
 
 template <int kWidth>
-__global__ void __launch_bounds__(kLookUpThreads) LookUpCodes(const float* values, int64_t num_values, bool parts_fit,
+__global__ void __launch_bounds__(kLookUpThreads) LookUpCodes(const float* values, int64_t num_values, bool codes_fit,
                                                               const SketchWorkspace* workspace, uint8_t* codes) {
   WaitForPreviousKernel();
   extern __shared__ uint4 shared_memory[];
   if (!workspace->HasRefined()) {
     LookUpAll<kWidth>(CodesOfBins(shared_memory, *workspace), values, num_values, codes);
-  } else if (parts_fit) {
+  } else if (codes_fit) {
     LookUpAll<kWidth>(CodesOfNearParts(shared_memory, *workspace), values, num_values, codes);
   } else {
     LookUpAll<kWidth>(CodesOfFarParts(shared_memory, *workspace), values, num_values, codes);
@@ -184,15 +184,15 @@ void EncodeSketch(Width<kWidth>, const float* values, const SketchSettings& sett
   Grid part_grid = GridFor(enqueuer, num_values, kPartThreads, 1, shared_bytes);
   const uint32_t most_counters = PartCounters::MostCounters(shared_bytes);
   part_grid.num_blocks = std::max(part_grid.num_blocks, CeilDiv(kMaxParts, most_counters));  // One for each window.
-  const bool parts_fit = shared_bytes >= CodesOfNearParts::kSharedBytes;
+  const bool codes_fit = shared_bytes >= CodesOfNearParts::kSharedBytes;
   const Grid look_up_grid = GridFor(enqueuer, num_values, kLookUpThreads, 1,
-                                    parts_fit ? CodesOfNearParts::kSharedBytes : CodesOfBins::kSharedBytes);
+                                    codes_fit ? CodesOfNearParts::kSharedBytes : CodesOfBins::kSharedBytes);
 
   enqueuer.Launch(CountBins<kWidth>, count_grid, values, num_values, num_exponents, workspace);
   enqueuer.LaunchEarly(RefineBins, {kListBlocks, kListThreads}, MostMembers(num_values), settings, workspace);
   enqueuer.LaunchEarly(CountParts<kWidth>, part_grid, values, num_values, most_counters, workspace);
   AssignCodes(settings, bucket_values, workspace, enqueuer);
-  enqueuer.LaunchEarly(LookUpCodes<kWidth>, look_up_grid, values, num_values, parts_fit, workspace, codes);
+  enqueuer.LaunchEarly(LookUpCodes<kWidth>, look_up_grid, values, num_values, codes_fit, workspace, codes);
 }
 
 template <int kWidth, typename T>

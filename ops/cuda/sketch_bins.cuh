@@ -12,8 +12,6 @@ namespace hop_tf {
 
 constexpr uint32_t kBinsPerExponent = 1u << (23 - kBinShift);  // For each sign.
 
-constexpr uint32_t kMaxParts = 1u << kBinShift;  // Of all refined bins together.
-
 // Bins, and behind them parts, have slots: places in arrays.
 constexpr uint32_t kNumSlots = kNumBins + kMaxParts;
 
@@ -68,7 +66,7 @@ struct SketchWorkspace {
   // Zero at first.
   uint32_t has_non_finite;
   uint32_t num_entries_of_key[kNumCodes];
-  uint32_t members_of_half[kNumHalves];  // Of each value that 16 bits can mean, if values are so short.
+  uint32_t members_of_half[kNumHalves];  // Of each finite value of 16 bits, if values are so short.
   uint32_t members[kNumSlots];  // There are fewer than 2^31 values, but the sum of their low bits needs more.
   unsigned long long low_bits[kNumSlots];
   alignas(16) uint8_t codes[kNumSlots];
@@ -93,7 +91,7 @@ struct SketchWorkspace {
   // The values of a part have in common what is above so many bits.
   __device__ int PartShift() const {
     int shift = 0;
-    while (1u << shift < num_refined) ++shift;
+    while (num_refined * PartsPerPlace(shift) > kMaxParts) ++shift;
     return shift;
   }
 

@@ -24,7 +24,7 @@ constexpr uint32_t kHalfMagnitudes = kNumHalves / 2;
 struct HalfWindow {
   uint32_t first, size;
 
-  // `headroom` is how far values may lie above the largest among a few.
+  // `headroom` is how many magnitudes may lie above the largest among a few.
   __device__ HalfWindow(uint32_t largest_sampled, uint32_t headroom, uint32_t size)
       : first(max(min(largest_sampled + headroom + 1, kHalfMagnitudes), size) - size), size(size) {}
 
@@ -52,25 +52,33 @@ __global__ void __launch_bounds__(kHalfThreads)
   for (uint32_t i = threadIdx.x; i < 2 * most_magnitudes; i += kHalfThreads) counters[i] = 0;
   __syncthreads();
   const T sampled = Sample(values, num_values);
-  if ((ToPattern(sampled) & kMagnitudeMask) < kInfinity) {
-    atomicMax(&largest_sampled, static_cast<uint32_t>(sampled.bits) % kHalfMagnitudes);
-  }
+  const uint32_t sampled_magnitude = sampled.bits % kHalfMagnitudes;
+  if (sampled_magnitude < T::kInfinity) atomicMax(&largest_sampled, sampled_magnitude);
   __syncthreads();
   const HalfWindow window(largest_sampled, kHeadroom << T::kMantissaBits, most_magnitudes);
 
+  uint32_t zeros = 0;
+  bool has_non_finite = false;
   const auto load = [&](auto width, int64_t i) { return LoadPack<width>(values, i); };
   ForPacks<kWidth>(ThreadOfGrid(), 0, num_values, load, [&](auto width, int64_t, const auto& pack) {
 #pragma unroll
     for (int i = 0; i < width; ++i) {
       const uint32_t half = pack.at[i].bits;
-      if (window.Contains(half)) {
+      if (half % kHalfMagnitudes == 0) {
+        ++zeros;
+      } else if (half % kHalfMagnitudes >= T::kInfinity) {
+        has_non_finite = true;
+      } else if (window.Contains(half)) {
         atomicAdd(&counters[window.CounterOf(half)], 1u);
       } else {
         atomicAdd(&workspace->members_of_half[half], 1u);
       }
     }
   });
-  __syncthreads();
+  zeros = ScanBlock(zeros, Plus()).total;
+  has_non_finite = __syncthreads_or(has_non_finite);
+  if (threadIdx.x == 0 && zeros > 0) atomicAdd(&workspace->members_of_half[0], zeros);
+  if (threadIdx.x == 0 && has_non_finite) workspace->has_non_finite = 1;
   for (uint32_t i = threadIdx.x; i < 2 * window.size; i += kHalfThreads) {
     if (counters[i] > 0) atomicAdd(&workspace->members_of_half[window.HalfOf(i)], counters[i]);
   }
@@ -99,10 +107,7 @@ __global__ void __launch_bounds__(kHalfThreads) AddToBins(SketchWorkspace* works
   WaitForPreviousKernel();
   const HalfOfThread<T> half(*workspace);
   if (half.members == 0) return;
-  const uint32_t magnitude = half.pattern & kMagnitudeMask;
-  if (magnitude >= kInfinity) {
-    workspace->has_non_finite = 1;
-  } else if (magnitude < kSmallestNormal) {
+  if ((half.pattern & kMagnitudeMask) < kSmallestNormal) {
     atomicAdd(&workspace->members[0], half.members);
   } else {
     half.AddTo(half.bin, kBinShift, workspace);

@@ -24,9 +24,11 @@ constexpr uint32_t kFirstNormalBin = kSmallestNormal >> kBinShift;
 // there are fewer refined bins than this: they hold either two or more of fewer than 1000 values, or more than n / 500
 // of n values each.
 constexpr int kRefineFraction = 500;
-// All refined bins together have at most 2^16 parts. The values of a part differ in this many bits at most.
-constexpr int kMaxPartShift = 9;
-static_assert(kRefineFraction <= 1 << kMaxPartShift, "refined bins have to fit");
+// All refined bins together have no more parts than this, so that their counters fit into a GPU's shared memory.
+constexpr uint32_t kMaxParts = 32768u;
+// The values of a part differ in this many bits at most.
+constexpr int kMaxPartShift = 10;
+static_assert(kRefineFraction << (kBinShift - kMaxPartShift) <= kMaxParts, "the parts of all refined bins have to fit");
 // Values that cannot be told apart and that are worth more buckets than this get one of their own.
 constexpr int kPointBuckets = 4;
 

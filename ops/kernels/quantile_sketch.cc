@@ -268,7 +268,7 @@ class SketchEncoder {
       refined[bin] = bin != 0 && scratch_.bin_counts[bin].members > most ? ++num_refined_ : 0;
     });
     if (num_refined_ == 0) return;
-    while (1 << part_shift_ < num_refined_) ++part_shift_;
+    while (num_refined_ * NumPartsOfBin() > kMaxParts) ++part_shift_;
     scratch_.part_counts.Reset(num_refined_ * NumPartsOfBin());
     const uint32_t low_mask = (1u << part_shift_) - 1;
     CountAll(scratch_.part_counts, [&](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {

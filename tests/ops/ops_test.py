@@ -107,7 +107,7 @@ def _bins_reference(values):
     _, inverse, counts = np.unique(coarse, return_inverse=True, return_counts=True)
     refined = (counts[inverse] > max(1, values.size // 500)) & (values != 0)
     num_refined = np.unique(coarse[refined]).size
-    part_bits = max(bits for bits in range(17) if num_refined * 2**bits <= 2**16)
+    part_bits = max(bits for bits in range(17) if num_refined * 2**bits <= 2**15)
     fine, fine_width = cell(values, 7 + part_bits)
     # Cells of both kinds are told apart by where they begin.
     key = np.where(refined, fine, coarse * 2**part_bits + np.where(coarse < 0, 1 - 2**part_bits, 0))
@@ -707,6 +707,7 @@ class ConstantsTest(tf.test.TestCase):
             "kNumCodes": fallback.NUM_CODES,
             "kBinShift": math.log2(fallback._BIN_SIZE),
             "kRefineFraction": fallback._REFINE_FRACTION,
+            "kMaxParts": fallback._MAX_PARTS,
             "kMaxPartShift": math.log2(fallback._MAX_PART_SIZE),
             "kPointBuckets": fallback._POINT_BUCKETS,
             "kLargestCode": fallback._LARGEST_CODE,

@@ -2,8 +2,9 @@
 //
 // The blocks of a grid run one after another. The threads of a block are contexts that take turns: each runs until it
 // has to wait for its warp or its block. The environment variable EMULATED_SEED is the seed of their order, and
-// without it they run in theirs. So a kernel that misses a barrier computes something else in some orders. A thread
-// that waits for its warp while another one of the warp waits for the block ends the program.
+// without it they run in theirs. So a kernel that misses a barrier may compute something else in some orders. A thread
+// that waits for its warp while another one of the warp waits for the block ends the program, and so does a block that
+// writes behind its shared memory. Additions that ought to be atomic, and early starts of kernels, are not tried.
 //
 // The sources need one change, which `ops_cuda_emulated_test.py` makes: `extern __shared__` arrays become pointers to
 // `emulated::dynamic_shared_memory`.
@@ -24,6 +25,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -58,6 +60,7 @@ namespace emulated {
 
 constexpr int kWarpSize = 32, kMaxThreads = 1024, kMaxSharedBytes = 227 << 10, kMultiprocessors = 2;
 constexpr size_t kStackBytes = 64 << 10;
+constexpr char kPoison = 0x5b;
 
 enum class State { kRuns, kWaitsForWarp, kWaitsForBlock, kEnded };
 
@@ -142,8 +145,8 @@ inline bool RunWarp(unsigned begin, unsigned size) {
   }
 }
 
-inline void RunBlock() {
-  std::memset(dynamic_shared_memory, 0xcd, sizeof(dynamic_shared_memory));
+inline void RunBlock(size_t num_shared_bytes) {
+  std::memset(dynamic_shared_memory, kPoison, sizeof(dynamic_shared_memory));
   for (unsigned i = 0; i < blockDim.x; ++i) threads[i].state = State::kWaitsForBlock, threads[i].num_exchanges = {};
   bool runs = true;
   while (runs) {
@@ -152,6 +155,9 @@ inline void RunBlock() {
       runs |= RunWarp(warp * kWarpSize, std::min<unsigned>(kWarpSize, blockDim.x - warp * kWarpSize));
     }
   }
+  const char *begin = dynamic_shared_memory + num_shared_bytes, *end = std::end(dynamic_shared_memory);
+  const bool is_intact = std::all_of(begin, end, [](char c) { return c == kPoison; });
+  if (!is_intact) Fail("a kernel wrote behind its shared memory");
 }
 
 // Gives a value to all threads that wait in the same state, and returns those of the threads.
@@ -317,7 +323,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   emulated::kernel = [=] { kernel(arguments...); };
   for (const unsigned block : emulated::Order(gridDim.x)) {
     blockIdx.x = block;
-    emulated::RunBlock();
+    emulated::RunBlock(config->dynamicSmemBytes);
   }
   return cudaSuccess;
 }
