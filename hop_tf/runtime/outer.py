@@ -23,7 +23,8 @@ values do, and a part a_1 of the way to where they should be. With a = 1 - (1 - 
 falls to 1/e in T steps. Slow values are moved by means only, too. kappa = 1, T_1 = T_2 = 1 is merging at once.
 
 If the program has assigned a weight, nothing may be left to approach. So the change in that window is the assigned
-value less what is merged and under way. Its kappa is 1. The slow value becomes what keeps the weight where it is.
+value less what is merged and under way. Its kappa is 1. The slow value becomes what keeps the weight where it is. Of
+steps before, only what this rank's weight held of them counts. Other weights keep theirs.
 
 At the end of a window the order is `multiply`, if changes are made longer, and `take`, then `merge` and `follow` for a
 window that is due, then `approach`. To merge at once, `give` replaces the last two.

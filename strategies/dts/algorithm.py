@@ -347,7 +347,8 @@ class DTSAlgorithm(Algorithm):
         if (optimizer := self._outer.optimizer) is not None:
             self._broadcast(tf_variables(optimizer.variables))
         self._first_iteration = int(iterations_variable(self.group.optimizer()))
-        if self._settings.warmup_steps and self.group.context.membership.rank == 0:
+        membership = self.group.context.membership
+        if self._settings.warmup_steps and membership.rank == 0 and not membership.joining:
             logging.info("The first %d steps are synchronous, as `warmup_steps` says.", self._settings.warmup_steps)
 
     def begin_session(self) -> None:

@@ -102,7 +102,8 @@ class DTSStrategy(ExchangeStrategy):
       interval: p, the number of steps of a window; at least 1. Default "auto": as long as the delay, and at least 1.
       warmup_steps: The number of first steps of an optimizer that are synchronous: windows of one step, merged at once.
         Early steps change most, so a late mean costs most there. They end with the optimizer's first `fit`, in a custom
-        loop at `synchronize`, and if a rank joins. It takes a `delay`, and no `outer_optimizer` or `TopK`. Default 0.
+        loop at `synchronize`, and if a rank joins. A job that is started again makes them again: give it 0. It takes a
+        `delay`, and no `outer_optimizer` or `TopK`. Default 0.
       codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4", "top_k").
         None: windows go as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest magnitude.
         The others remain this rank's own until they are among the largest (deep gradient compression: local
@@ -123,11 +124,12 @@ class DTSStrategy(ExchangeStrategy):
         longer delays, and with adaptive optimizers, that costs more accuracy. "momentum": the paper's rule, for
         comparison: as "eager", and the velocity is averaged, too. If gradients did not depend on weights, that would be
         synchronous SGD. It takes SGD with momentum and without weight decay, twice the bytes and the memory, and no
-        `skewed_shards`, `outer_optimizer` or `TopK`. When `fit` ends, velocities are equal on all ranks, too. Default
-        "gentle".
+        `skewed_shards`, `outer_optimizer` or `TopK`. When `fit` ends, velocities are equal on all ranks, too, unless a
+        rank has ended early: `synchronize(model)` averages them. Default "gentle".
       skewed_shards: True: for data of which each rank has a different kind, such as other classes. When a mean is
         merged, D steps after its window's end, the velocity is corrected, too: by m^D / p times the mean change less
-        the rank's own, m being the momentum. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and
+        the rank's own, m being the momentum. Windows that are merged together, as when `fit` ends, correct weights
+        only. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and
         memory for one window more. It takes no `batch_shares`, `outer_optimizer` or `TopK`. Default False.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
@@ -150,8 +152,8 @@ class DTSStrategy(ExchangeStrategy):
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
         change weights each rank by its number of rows in the window. A change is about minus the rate times a sum of
-        mean gradients, so each row counts the same. With delay 0, interval 1 and SGD that is synchronous training.
-        Default None: all parts are equal.
+        mean gradients, so each row counts the same, except with adaptive optimizers. With delay 0, interval 1 and SGD
+        that is synchronous training. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
