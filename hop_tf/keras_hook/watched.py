@@ -103,10 +103,15 @@ class Watch:
         elif not tf.executing_eagerly():
             self._note_function(variable)
         elif id(variable) in self._watched:
-            if id(variable) not in self._assigned:
+            if not self._is_noted(id(variable)):
                 before = variable.read_value() if self._ignores_undone else None
                 self._assigned[id(variable)] = _until_gone(self._assigned, variable), before
             self._set_flags(variable)
+
+    def _is_noted(self, key: int) -> bool:
+        """True if a variable was assigned since `forget`, or since a graph has taken that."""
+        groups = [group for group in self._groups if group.has_flags and key in group.keys]
+        return key in self._assigned and all(bool(group.flags[group.keys.index(key)]) for group in groups)
 
     def note_value(self, variable: tf.Variable) -> None:
         """Called when a variable was assigned."""

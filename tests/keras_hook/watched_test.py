@@ -224,6 +224,9 @@ class WatchTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(are_assigned(), [False, False])
         bias.assign([1.0])
         self.assertAllEqual(are_assigned(), [False, True])  # Its former value is the one that was taken.
+        tf.function(group.forget)()
+        bias.assign([2.0])
+        self.assertAllEqual(are_assigned(), [False, True])  # As above, where a graph has taken it.
 
     @parameterized.parameters(([np.nan, 1.0], [0.5, 1.0]), ([np.inf, 1.0], [np.inf, 2.0]))
     def test_values_beside_nan_and_infinity_have_changed(self, before, now):
