@@ -52,7 +52,7 @@ class DTSStrategy(ExchangeStrategy):
     `delay` steps after the window's end, the mean is merged. In some hundred steps, with the settings of synchronous
     training, that costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs 0.5 to 4 points. If
     each rank has data of other classes, it costs 4 and 7 points, and with `skewed_shards=True` 2 and 6. Longer
-    trainings lose less: the perceptron of the benchmarks loses nothing after 2,000 steps.
+    trainings lose less: perceptron and convolutional network of the benchmarks lose nothing after 2,000 steps.
 
     Without arguments ranks choose these, a codec and an algorithm. First, windows of one step are merged at once, with
     each way to average. (An `interval` or a `delay` that is given is used.) Then ranks take the smallest delay, up to
