@@ -19,6 +19,7 @@ from hop_tf.strategies.shat.server.group import ServedGroup
 from shat_threads import SETTINGS
 from support import in_process, linear, linear_loss
 from support.least_squares import BATCH_SIZE, NUM_ROWS, gradient_in, problem, summed_square
+from support.references import int8
 
 _NUM_EPOCHS = 3
 _NUM_STEPS = _NUM_EPOCHS * NUM_ROWS // BATCH_SIZE
@@ -73,8 +74,15 @@ def _trained(num_workers, num_servers, **settings):
     return in_process(hop_tf.SHATParameterServerStrategy, num_workers, num_servers, **settings).run(run)
 
 
-def _reference(num_workers, interval, mixing_of):
-    """Algorithm 1 with the sums of `interval` steps of momentum as pushes, which the server divides by n."""
+def _reference(num_workers, interval, mixing_of, codec=np.asarray):
+    """Algorithm 1 with the sums of `interval` steps of momentum as pushes, which the server divides by n.
+
+    Args:
+      num_workers: n.
+      interval: As the strategy's.
+      mixing_of: Returns alpha, from c.
+      codec: Encodes and decodes a push, as a vector.
+    """
     gradient_of = gradient_in(num_workers)
     start = problem()[2].astype(np.float64)
     server, workers, velocities = start.copy(), [start] * num_workers, [0 * start] * num_workers
@@ -85,7 +93,8 @@ def _reference(num_workers, interval, mixing_of):
         workers[rank] = workers[rank] + velocities[rank]
         unsent[rank] = unsent[rank] + velocities[rank]
         if step % interval == interval - 1:
-            server, unsent[rank] = server + unsent[rank] / num_workers, 0 * start
+            pushed = codec(unsent[rank].ravel()).reshape(start.shape)
+            server, unsent[rank] = server + pushed / num_workers, 0 * start
             stays = (1 - mixing_of(counts[rank])) ** interval
             workers[rank] = stays * workers[rank] + (1 - stays) * server
             counts = [0 if other == rank else count + 1 for other, count in enumerate(counts)]
@@ -94,17 +103,28 @@ def _reference(num_workers, interval, mixing_of):
 
 
 class WindowsTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((2, 1, 4), (3, 2, 6), (3, 1, 2), (5, 2, 3))
+    @parameterized.parameters(
+        (2, 1, 4), (3, 2, 6), (3, 1, 2), (5, 2, 3), (2, 1, 4, "int8"), (3, 1, 2, "int8"), (5, 1, 3, "int8")
+    )
     @pytest.mark.slow(after=1)
-    def test_equals_the_reference(self, num_workers, num_servers, interval):
+    def test_equals_the_reference(self, num_workers, num_servers, interval, codec=None):
         """In each step of each worker. Steps come in any order, so that workers' c differ (Section 4.1.2)."""
 
         def weight(count):
             return max(0.05, 1 - num_workers / count / math.sqrt(num_workers)) if count else 0.05
 
-        settings = {"mixing": "shat_root", "min_mixing": 0.05, "codec": None}
+        settings = {"mixing": "shat_root", "min_mixing": 0.05, "codec": codec}
         found = _trained(num_workers, num_servers, interval=interval, **settings)
-        self.assertAllClose(found, _reference(num_workers, interval, weight), rtol=1e-5, atol=1e-5)
+        reference = functools.partial(_reference, num_workers, interval, weight)
+        if codec is None:
+            self.assertAllClose(found, reference(), rtol=1e-5, atol=1e-5)
+            return
+        # Values at the border of two codes may get either, and later values follow them.
+        expected, without = reference(codec=int8), reference()
+        self.assertGreater(np.mean(np.isclose(found, expected, rtol=1e-5, atol=1e-5)), 0.9)
+        self.assertLess(
+            np.abs(np.subtract(found, expected)).mean(), 0.1 * np.abs(np.subtract(without, expected)).mean()
+        )
 
     @parameterized.parameters(
         ({},),
