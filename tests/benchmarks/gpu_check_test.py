@@ -15,7 +15,7 @@ import unittest
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests.support import host_device
+from support import host_device
 
 _TIMEOUT_SECONDS = 300
 

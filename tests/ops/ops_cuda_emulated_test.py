@@ -11,7 +11,7 @@ import unittest
 import pytest
 from absl.testing import absltest, parameterized
 
-from tests.support import host_device
+from support import host_device
 
 _CUDA = host_device.ROOT / "ops" / "cuda"
 _EMULATOR = pathlib.Path(__file__).with_name("emulated_cuda")
