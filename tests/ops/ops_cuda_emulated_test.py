@@ -62,18 +62,20 @@ class EmulatedKernelsTest(parameterized.TestCase):
     def test_where_a_count_is_too_large_for_its_word(self):
         self.check("300000", "some_equal", EMULATED_SEED="1")
 
-    @pytest.mark.slow
     @parameterized.parameters("gaussian,sparse", "half_equal,narrow", "many_bins,tiny", "all_equal,patterns,some_equal")
+    @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_in_any_order(self, data):
         self.check("3,5001", data, EMULATED_SEED="2")
 
-    @pytest.mark.slow
     @parameterized.parameters("half_equal,narrow", "many_bins,gaussian")
+    @pytest.mark.stress
     def test_many_values(self, data):
         self.check("300000", data, EMULATED_SEED="3")
 
-    @pytest.mark.slow
     @parameterized.parameters((64, "narrow,half_equal"), (99, "many_bins,sparse"))
+    @pytest.mark.slow
+    @pytest.mark.stress(but=1)
     def test_on_a_device_with_less_shared_memory(self, num_kilobytes, data):
         self.check("20000", data, EMULATED_SHARED_BYTES=str(num_kilobytes << 10))
 
