@@ -42,9 +42,10 @@ def _half_equal(rng, size):
 
 def _some_equal(rng, size):
     """In few bins. One value shows in a sample, another does not, but small counters of a block cannot hold it."""
-    return np.select([(drawn := rng.random(size)) < 0.06, drawn < 0.1], [1.0031, 1.0059], _narrow(rng, size)).astype(
-        "f"
-    )
+    values, drawn = _narrow(rng, size), rng.random(size)
+    values[drawn < 0.1] = 1.0059
+    values[drawn < 0.06] = 1.0031
+    return values
 
 
 def _tiny(rng, size):

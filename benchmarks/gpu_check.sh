@@ -258,8 +258,8 @@ profile() {
   run "profile" 60 ncu --clock-control none --target-processes all --csv --log-file "$OUT/ncu.csv" \
     --section SpeedOfLight --section MemoryWorkloadAnalysis --section WarpStateStats \
     --kernel-name 'regex:CountBins|CountHalves|RefineBins|CountParts|AssignKeys|WriteBuckets|LookUp' \
-    "$PYTHON" benchmarks/benchmark_cuda.py --once --sizes=100M --data=gaussian,half_equal,narrow,many_bins,fp16,fp16_in_fp32 \
-    "${LIBRARIES[0]}"
+    "$PYTHON" benchmarks/benchmark_cuda.py --once --sizes=100M \
+    --data=gaussian,half_equal,narrow,many_bins,fp16,fp16_in_fp32 "${LIBRARIES[0]}"
 }
 
 # 9. The table.

@@ -110,8 +110,7 @@ class Watch:
 
     def _is_noted(self, key: int) -> bool:
         """True if a variable was assigned since `forget`, or since a graph has taken that."""
-        groups = [group for group in self._groups if group.has_flags and key in group.keys]
-        return key in self._assigned and all(bool(group.flags[group.keys.index(key)]) for group in groups)
+        return key in self._assigned and all(bool(flags[index]) for flags, index in self._places(key))
 
     def note_value(self, variable: tf.Variable) -> None:
         """Called when a variable was assigned."""
@@ -132,10 +131,13 @@ class Watch:
         self._set_flags(variable)  # A loop may read only these flags.
 
     def _set_flags(self, variable: tf.Variable, is_assigned: bool = True) -> None:
-        for group in self._groups:
-            if group.has_flags and id(variable) in group.keys:
-                index = group.keys.index(id(variable))
-                group.flags.scatter_update(tf.IndexedSlices([is_assigned], [index]))
+        for flags, index in self._places(id(variable)):
+            flags.scatter_update(tf.IndexedSlices([is_assigned], [index]))
+
+    def _places(self, key: int) -> list[tuple[tf.Variable, int]]:
+        """The flags of groups that a variable belongs to, and its place in each."""
+        groups = [group for group in self._groups if group.has_flags and key in group.keys]
+        return [(group.flags, group.keys.index(key)) for group in groups]
 
     def flags_of(self, keys: Iterable[int]) -> dict[int, tf.Variable]:
         """The flags of functions that assign some of these watched variables."""

@@ -120,7 +120,7 @@ class Assignments:
         """Lets algorithms take what a custom loop has assigned after its last step. Called before they finish.
 
         Raises:
-          ValueError: If one cannot: its second copy would overwrite these weights. Once more, and it does.
+          ValueError: If one cannot: its second copy would overwrite these weights. A second call lets it.
         """
         for algorithm, watched in self._watched.items():
             if not watched.is_assigned():

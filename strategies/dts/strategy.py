@@ -129,8 +129,8 @@ class DTSStrategy(ExchangeStrategy):
       skewed_shards: True: for data of which each rank has a different kind, such as other classes. When a mean is
         merged, D steps after its window's end, the velocity is corrected, too: by m^D / p times the mean change less
         the rank's own, m being the momentum. Windows that are merged together, as when `fit` ends, correct weights
-        only. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and
-        memory for one window more. It takes no `batch_shares`, `outer_optimizer` or `TopK`. Default False.
+        only. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and memory for one window more. It
+        takes no `batch_shares`, `outer_optimizer` or `TopK`. Default False.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without the rank, and share its rows of each batch. Each window in flight

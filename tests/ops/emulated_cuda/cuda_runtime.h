@@ -34,6 +34,8 @@
 #include <utility>
 #include <vector>
 
+#include "../../../ops/kernels/float_bits.h"
+
 // After the standard library, which has some of these names.
 #define __host__
 #define __device__
@@ -78,8 +80,8 @@ inline jmp_buf scheduler;
 inline std::function<void()> kernel;
 alignas(256) inline char dynamic_shared_memory[kMaxSharedBytes];
 
-// What threads give each other. Two rounds take turns, because some threads are in the next round before others have
-// read what is in this one.
+// What threads give each other, within the warp and within the block. There are two arrays of each, because a thread
+// may give its next value while another one still reads this one.
 inline std::array<std::array<uint64_t, 2>, kMaxThreads> given[2][2];
 
 inline int SharedBytes() {
@@ -222,17 +224,8 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 
-inline uint32_t __float_as_uint(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-
-inline float __uint_as_float(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
+inline uint32_t __float_as_uint(float value) { return hop_tf::ToBits(value); }
+inline float __uint_as_float(uint32_t bits) { return hop_tf::FromBits(bits); }
 
 using std::max;
 using std::min;
