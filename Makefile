@@ -5,7 +5,9 @@
 #                   of them; PYTEST_ARGS="-k topology" selects by name
 #   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
 #                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
-#   make benchmark  what the core and the transport cost; nothing else should run on the machine
+#   make report     measures all headlines beside other libraries, and writes docs/results.md: half an hour, while
+#                   nothing else runs on the machine; make report-full: hours; make report-quick: five minutes, and it
+#                   fails if something is worse than on the page
 #   make storm      what it costs if ranks are killed and stopped all the time; a quarter of an hour
 #   make docs       the documentation, into build/docs; warnings are errors
 #   make lint       ruff's checks and format, and plain English as far as a machine can tell
@@ -28,12 +30,13 @@ BAZEL ?= bazel
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := .venv-peers
 
-.PHONY: help demo test stress benchmark storm docs lint dist matrix bazel clean
+.PHONY: help demo test stress report report-full report-quick storm docs lint dist matrix bazel clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '3,17s/^# \{0,1\}//p' Makefile
+	@sed -n '3,19s/^# \{0,1\}//p' Makefile
 
 demo: $(INSTALLED)
 	TF_CPP_MIN_LOG_LEVEL=1 $(BIN)/python -m hop_tf launch --num_workers=4 examples/digits.py
@@ -49,9 +52,11 @@ stress: $(INSTALLED)
 	HOP_TF_SCHEDULE_SEED=0 HOP_TF_NUM_SCHEDULES=$(SCHEDULES) \
 		$(BIN)/pytest -q --timeout=7200 $(PARALLEL) -m "not multi_process" $(PYTEST_ARGS)
 
-benchmark: $(INSTALLED)
-	$(BIN)/python benchmarks/benchmark_transport.py
-	$(BIN)/python benchmarks/benchmark_core.py
+report: $(PEERS)/.installed
+	$(PEERS)/bin/python benchmarks/report.py
+
+report-full report-quick: report-%: $(PEERS)/.installed
+	$(PEERS)/bin/python benchmarks/report.py --size=$*
 
 storm: $(INSTALLED)
 	$(BIN)/python benchmarks/benchmark_storm.py
@@ -86,9 +91,18 @@ bazel: $(INSTALLED)
 	HOP_TF_PYTHON=$(abspath $(BIN)/python) $(BAZEL) test --test_env=HOP_TF_TESTS=$(TESTS) //...
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .nox .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) build dist *.egg-info .nox .pytest_cache .ruff_cache .hypothesis
 	rm -f ops/*.so bazel-bin bazel-out bazel-testlogs bazel-$(notdir $(CURDIR))
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Other libraries have an environment of their own. PyTorch's triton does not load beside TensorFlow.
+$(PEERS)/.installed: $(INSTALLED)
+	$(BIN)/python -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --editable '.[cpu,examples,benchmarks]'
+	for package in torch torchft tf_keras datasketches; do \
+		$(PEERS)/bin/python -m pip install --quiet $$package || echo "$$package is left out" >&2; done
+	$(PEERS)/bin/python -m pip uninstall --quiet --yes triton
+	touch $@
 
 $(INSTALLED): pyproject.toml setup.py $(wildcard ops/*/*.cc ops/*/*.cu ops/*/*.cuh ops/*/*.h ops/*/*.options)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import peers
 import ranks
+import results
 from absl import app, flags
 
 _WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4"], "Numbers of ranks.")
@@ -227,12 +228,9 @@ def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
 # In the parent.
 
 
-def _medians(results: Sequence[Mapping[str, list[float]]]) -> dict[str, float]:
-    """Returns the median seconds of each member. A round's time is that of its slowest rank."""
-    return {
-        name: statistics.median(map(max, zip(*(result[name] for result in results), strict=True)))
-        for name in results[0]
-    }
+def _slowest(of_ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """Returns the seconds of each member's rounds. A round's time is that of its slowest rank."""
+    return {name: list(map(max, zip(*(of_rank[name] for of_rank in of_ranks), strict=True))) for name in of_ranks[0]}
 
 
 def _traffic(world_size: int, num_bytes: int) -> float:
@@ -276,9 +274,12 @@ def main(argv) -> None:
             "max_seconds": _MAX_SECONDS.value,
         }
         timeout = _timeout_seconds(link, world_size, num_bytes, len(members))
-        results = ranks.run(__file__, case, world_size, link, num_ports=len(members) + 1, timeout_seconds=timeout)
-        num_rounds = len(results[0][members[0]])
-        _print(link, world_size, num_bytes, num_rounds, _medians(results))
+        of_ranks = ranks.run(__file__, case, world_size, link, num_ports=len(members) + 1, timeout_seconds=timeout)
+        seconds = _slowest(of_ranks)
+        for name, of_rounds in seconds.items():
+            results.note("seconds", f"{link} {world_size} {megabytes} {name}", of_rounds)
+        medians = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
+        _print(link, world_size, num_bytes, len(seconds[members[0]]), medians)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,6 @@ equal_time  Real training of --seconds with an emulated computation, where all r
             BML. Required: at least -0.5, and at least 5 with the slow one.
 convergence Synchronous training in simulated ranks, with gradients sketched in none, half or all of the steps (Figure
             22): accuracy on the test data. Required: within 0.3 points of none. (`canary_accuracy.py`)
-overtime    One simulated rank so slow that s and p come into play: what it drops and pulls, and what is learned, also
-            where it alone has the images of a class. (`canary_overtime.py`)
-scales      What sketches cost, one for a colayer or one for a tensor, where the scales of tensors' gradients differ.
-            (`canary_scales.py`)
-colayers    What it would be worth to divide layers into colayers by their time, and not by bytes: computed.
-            (`canary_colayers.py`)
 ako         Partial gradient exchange as another baseline: accuracy, and how long steps take. (`canary_ako.py`)
 
 BML, the baseline of the paper, is `consistency="bsp", codec=None` on a BCube: of two levels where the number of ranks
@@ -48,9 +42,6 @@ from typing import Any
 
 import canary_accuracy
 import canary_ako
-import canary_colayers
-import canary_overtime
-import canary_scales
 import keras
 import numpy as np
 import ranks
@@ -80,7 +71,6 @@ _SECONDS = flags.DEFINE_float("seconds", 120.0, "How long a training of `equal_t
 _KINDS_USED = flags.DEFINE_list("kinds", None, "Of `accuracy`: BML, PS, BSP sketch, ... Default: all.")
 _TARGET = flags.DEFINE_float("target", 0.85, "Accuracy whose time is taken.")
 _SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
-_OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
 
 _NUM_REDUCTIONS = 7
 _TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
@@ -279,11 +269,11 @@ def _show(name: str, titles: Sequence[str], rows: Sequence[Sequence]) -> None:
     print(f"\n{name}\n  " + "".join(f"{title:>22s}" for title in titles))
     for row in rows:
         print("  " + "".join(f"{cell:22.4g}" if isinstance(cell, float) else f"{cell!s:>22s}" for cell in row))
-    if _OUTPUT.value:
-        results.write_table(_OUTPUT.value, f"canary_{name}", titles, rows)
-        with results.figure(_OUTPUT.value, f"canary_{name}") as (axis,):
-            axis.barh([" ".join(map(str, row[:-1])) for row in rows], [float(row[-1]) for row in rows])
-            axis.set_xlabel(titles[-1])
+    for row in rows:
+        case = " ".join(cell for cell in row if isinstance(cell, str))
+        for title, cell in zip(titles, row, strict=True):
+            if isinstance(cell, float):
+                results.note(f"{name}: {title}", case, cell)
 
 
 def _traffic() -> None:
@@ -413,30 +403,11 @@ def _equal_time() -> None:
 
 
 def _convergence() -> None:
-    canary_accuracy.run(_WORLD_SIZE.value, _EPOCHS.value, _LEARNING_RATE.value, _SEEDS.value, _OUTPUT.value)
-
-
-def _overtime() -> None:
-    canary_overtime.run(
-        _WORLD_SIZE.value,
-        _LEARNING_RATE.value,
-        _MOMENTUM.value,
-        _ACCURACY_ROWS.value,
-        _SEEDS.value,
-        _OUTPUT.value,
-    )
-
-
-def _scales() -> None:
-    canary_scales.run(_WORLD_SIZE.value, _EPOCHS.value, _SEEDS.value, _OUTPUT.value)
-
-
-def _colayers() -> None:
-    canary_colayers.run(_OUTPUT.value)
+    canary_accuracy.run(_WORLD_SIZE.value, _EPOCHS.value, _LEARNING_RATE.value, _SEEDS.value)
 
 
 def _ako() -> None:
-    canary_ako.run(_WORLD_SIZE.value, _EPOCHS.value, _SEEDS.value, _OUTPUT.value)
+    canary_ako.run(_WORLD_SIZE.value, _EPOCHS.value, _SEEDS.value)
 
 
 _RUN = {
@@ -447,9 +418,6 @@ _RUN = {
     "accuracy": _accuracy,
     "equal_time": _equal_time,
     "convergence": _convergence,
-    "overtime": _overtime,
-    "scales": _scales,
-    "colayers": _colayers,
     "ako": _ako,
 }
 

@@ -23,6 +23,7 @@ has ended, `strategy.synchronize(model)` gives all ranks the model that rank 0 e
 
 Tasks
   perceptron   784-512-256-10 on Fashion-MNIST
+  digits       the same on scikit-learn's digits, which need no download
   cnn          two convolutions and two dense layers on it
   resnet       a small residual network with batch normalization on CIFAR-10, images mirrored and moved at random
   transformer  two causal blocks on the bytes of Python's standard library's sources; accuracy is that of the next byte
@@ -78,7 +79,7 @@ _KINDS = [
 _ALIKE, _SLOW = "alike", "slow"
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["accuracy"], "What to run: accuracy, time.")
-_TASKS = flags.DEFINE_list("tasks", list(delay_tasks.TASKS), "What is trained.")
+_TASKS = flags.DEFINE_list("tasks", ["perceptron", "cnn", "resnet", "transformer"], "What is trained.")
 _KINDS_USED = flags.DEFINE_list("kinds", None, f"How. Default: {','.join(_KINDS)}; in time ddp and mirrored, too.")
 _OPTIMIZERS = flags.DEFINE_list("optimizers", ["sgd"], "sgd (momentum 0.9), adamw, muon.")
 _RANKS = flags.DEFINE_list("ranks", [_ALIKE], "alike, slow.")
@@ -106,7 +107,6 @@ _ROUND_TRIP = flags.DEFINE_float("round_trip", 0.0, "Of time: seconds there and 
 _TARGET = flags.DEFINE_float("target", 0.98, "Of time: the share of synchronous training's accuracy.", 0.0, 1.0)
 _EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 5, "Of time: steps between evaluations.", lower_bound=1)
 _TIMEOUT_SECONDS = flags.DEFINE_float("timeout_seconds", 3600.0, "How long a training may take.")
-_OUTPUT = flags.DEFINE_string("output", None, "A folder for tables and figures.")
 
 _SLOWDOWN = 10
 _SLOW_STEP_SECONDS = 0.05
@@ -232,19 +232,13 @@ def _seeds() -> list[int]:
 def _run_accuracy() -> None:
     found: _Found = {}
     settings, kinds = _settings(_TASKS.value, _RANKS.value), _kinds(_KINDS_USED.value or _KINDS)
-    titles = ["task", "optimizer", "ranks", "shards", "kind", "seed", "accuracy", "loss of rank 0", "seconds", "steps"]
-    with results.table(_OUTPUT.value, "delay_accuracy", titles) as add:
-        for setting in settings:
-            print(f"\naccuracy: {_title(setting)}")
-            print(f"  {'':24} {'mean':>8} {'points':>8} {'std. error':>11} {'seconds':>8}  of each seed", flush=True)
-            for kind in kinds:
-                for seed in _seeds():
-                    of_ranks = _train(setting, kind, seed, ranks.LOOPBACK, None)
-                    found[setting, kind, seed] = of_ranks
-                    add((*dataclasses.astuple(setting), kind, seed, *_columns(of_ranks)))
-                _print_accuracy(found, setting, kind)
-    if _OUTPUT.value:
-        _draw_accuracy(found, settings, kinds)
+    for setting in settings:
+        print(f"\naccuracy: {_title(setting)}")
+        print(f"  {'':24} {'mean':>8} {'points':>8} {'std. error':>11} {'seconds':>8}  of each seed", flush=True)
+        for kind in kinds:
+            for seed in _seeds():
+                found[setting, kind, seed] = _train(setting, kind, seed, ranks.LOOPBACK, None)
+            _print_accuracy(found, setting, kind)
 
 
 def _kinds(labels: Sequence[str]) -> list[str]:
@@ -252,32 +246,25 @@ def _kinds(labels: Sequence[str]) -> list[str]:
     return sorted(dict.fromkeys(labels), key=lambda label: label != SYNCHRONOUS)
 
 
-def _columns(of_ranks: Sequence[Trained]) -> Sequence:
-    """Returns rank 0's accuracy, loss and seconds, and the steps of each rank."""
-    first = of_ranks[0] if of_ranks else _FAILED
-    return (first.accuracy, first.loss, first.seconds, " ".join(str(each.steps) for each in of_ranks))
-
-
 def _print_accuracy(found: _Found, setting: Setting, kind: str) -> None:
     accuracies, points = _accuracies(found, setting, kind), _points(found, setting, kind)
-    all_seconds = [_columns(found[setting, kind, seed])[2] for seed in _seeds()]
+    all_seconds = [_first(found, setting, kind, seed).seconds for seed in _seeds()]
     of_seeds = " ".join(f"{each:.4f}" for each in accuracies)
     print(
         f"  {kind:24} {np.mean(accuracies):8.4f} {np.mean(points):+8.2f} {results.standard_error(points):11.2f} "
         f"{np.mean(all_seconds):8.1f}  {of_seeds}",
         flush=True,
     )
+    steps = [_first(found, setting, kind, seed).steps for seed in _seeds()]
+    noted = {"accuracy": accuracies, "points": points, "seconds": all_seconds, "steps": steps}
+    for quantity, values in noted.items():
+        results.note(quantity, f"{setting}, {kind}", values)
 
 
-def _draw_accuracy(found: _Found, settings: Sequence[Setting], kinds: Sequence[str]) -> None:
-    with results.figure(_OUTPUT.value, "delay_accuracy", len(settings)) as all_axes:
-        for axes, setting in zip(all_axes, settings, strict=True):
-            of_kinds = [_points(found, setting, kind) for kind in kinds]
-            errors = np.nan_to_num([results.standard_error(points) for points in of_kinds])
-            axes.errorbar([np.mean(points) for points in of_kinds], kinds, xerr=errors, fmt="o")
-            axes.axvline(0.0, linewidth=0.5)
-            axes.invert_yaxis()
-            axes.set(xlabel="points above synchronous training", title=str(setting))
+def _first(found: _Found, setting: Setting, kind: str, seed: int) -> Trained:
+    """Returns the result of rank 0."""
+    of_ranks = found[setting, kind, seed]
+    return of_ranks[0] if of_ranks else _FAILED
 
 
 def _run_time() -> None:
@@ -288,21 +275,14 @@ def _run_time() -> None:
     found: _Found = {}
     tasks = [name for name in _TASKS.value if delay_tasks.TASKS[name].has_peers]
     settings, kinds = _settings(tasks, [_ALIKE]), _kinds_of_time()
-    titles = ["task", "optimizer", "ranks", "shards", "kind", "seed", "seconds", "accuracy"]
-    with results.table(_OUTPUT.value, "delay_time", titles) as add:
-        for setting in settings:
-            print(f"\ntime: {_title(setting)}, link: {_LINK.value}")
-            titles = f"{'step ms':>8} {'s in all':>9} {'accuracy':>9} {'s to it':>8} {'std. error':>11} {'times':>6}"
-            print(f"  {'':24} {titles}  of each seed", flush=True)
-            for kind in kinds:
-                for seed in _seeds():
-                    of_ranks = _train(setting, kind, seed, _LINK.value, _EVALUATE_EVERY.value)
-                    found[setting, kind, seed] = of_ranks
-                    for seconds, accuracy in of_ranks[0].reached if of_ranks else ():
-                        add((*dataclasses.astuple(setting), kind, seed, seconds, accuracy))
-                _print_time(found, setting, kind)
-    if _OUTPUT.value and settings:
-        _draw_time(found, settings, kinds)
+    for setting in settings:
+        print(f"\ntime: {_title(setting)}, link: {_LINK.value}")
+        titles = f"{'step ms':>8} {'s in all':>9} {'accuracy':>9} {'s to it':>8} {'std. error':>11} {'times':>6}"
+        print(f"  {'':24} {titles}  of each seed", flush=True)
+        for kind in kinds:
+            for seed in _seeds():
+                found[setting, kind, seed] = _train(setting, kind, seed, _LINK.value, _EVALUATE_EVERY.value)
+            _print_time(found, setting, kind)
 
 
 def _kinds_of_time() -> list[str]:
@@ -322,8 +302,7 @@ def _seconds_to_target(found: _Found, setting: Setting, kind: str) -> list[float
     all_seconds = []
     for seed in _seeds():
         target = _TARGET.value * _accuracy(found, (setting, SYNCHRONOUS, seed))
-        of_ranks = found[setting, kind, seed]
-        reached = of_ranks[0].reached if of_ranks else ()
+        reached = _first(found, setting, kind, seed).reached
         all_seconds.append(next((seconds for seconds, accuracy in reached if accuracy >= target), np.nan))
     return all_seconds
 
@@ -332,27 +311,19 @@ def _print_time(found: _Found, setting: Setting, kind: str) -> None:
     """Prints times. `times` is synchronous training's time to the target over that of this kind."""
     to_target = _seconds_to_target(found, setting, kind)
     of_synchronous = _seconds_to_target(found, setting, SYNCHRONOUS)
-    firsts = [of_ranks[0] if (of_ranks := found[setting, kind, seed]) else _FAILED for seed in _seeds()]
-    in_all = np.mean([first.seconds for first in firsts])
+    firsts = [_first(found, setting, kind, seed) for seed in _seeds()]
+    in_all = [first.seconds for first in firsts]
     step = np.mean([first.seconds / max(first.steps - 1, 1) for first in firsts])
-    accuracy = np.mean([first.accuracy for first in firsts])
+    accuracies = [first.accuracy for first in firsts]
     print(
-        f"  {kind:24} {1e3 * step:8.1f} {in_all:9.1f} {accuracy:9.4f} {np.mean(to_target):8.1f} "
+        f"  {kind:24} {1e3 * step:8.1f} {np.mean(in_all):9.1f} {np.mean(accuracies):9.4f} {np.mean(to_target):8.1f} "
         f"{results.standard_error(to_target):11.2f} {np.mean(of_synchronous) / np.mean(to_target):6.2f}  "
         + " ".join(f"{seconds:.1f}" for seconds in to_target),
         flush=True,
     )
-
-
-def _draw_time(found: _Found, settings: Sequence[Setting], kinds: Sequence[str]) -> None:
-    with results.figure(_OUTPUT.value, "delay_time", len(settings)) as all_axes:
-        for axes, setting in zip(all_axes, settings, strict=True):
-            for kind in kinds:
-                of_ranks = found[setting, kind, _seeds()[0]]
-                if of_ranks and of_ranks[0].reached:
-                    axes.plot(*zip(*of_ranks[0].reached, strict=True), label=kind)
-            axes.set(xlabel="seconds", ylabel="accuracy", title=f"{setting}; seed {_seeds()[0]}")
-            axes.legend(fontsize="small")
+    noted = {"seconds": in_all, "seconds to target": to_target, "accuracy": accuracies}
+    for quantity, values in noted.items():
+        results.note(quantity, f"{setting.task} {kind}", values)
 
 
 _RUN: dict[str, Callable[[], None]] = {"accuracy": _run_accuracy, "time": _run_time}

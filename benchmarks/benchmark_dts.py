@@ -1,7 +1,7 @@
 """DTS beside synchronous training: the paper's Figures 1 and 4, its Table 2, and its four sites, in the small.
 
-    python benchmarks/benchmark_dts.py --experiments=scaling,sites --folder=results
-    python benchmarks/benchmark_dts.py --experiments=accuracy --cifar10=cifar10.npz --folder=results
+    python benchmarks/benchmark_dts.py --experiments=scaling,sites --output=results
+    python benchmarks/benchmark_dts.py --experiments=accuracy --cifar10=cifar10.npz --output=results
     python benchmarks/benchmark_dts.py --quick --dataset=fashion_mnist
 
 scaling    Scaling efficiency, which is the speed of n ranks over n times that of one rank, against the round-trip time.
@@ -52,7 +52,6 @@ from hop_tf.tools.testing import network
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["scaling", "sites", "accuracy"], "What to run.")
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")
-_FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks; the sites are four.", lower_bound=2)
 _DELAY = flags.DEFINE_integer("delay", 20, "D of the timed members.", lower_bound=1)
 _INTERVAL = flags.DEFINE_integer("interval", 12, "p of the timed members.", lower_bound=2)
@@ -362,24 +361,6 @@ def _latencies() -> None:
             print(f"  {member.label:18}" + "".join(f"{each:11.2f}" for each in efficiencies))
 
 
-def _write(name: str, timed: Sequence[Timed]) -> None:
-    titles = [field.name for field in dataclasses.fields(Timed)]
-    results.write_table(_FOLDER.value, f"dts_{name}", titles, map(dataclasses.astuple, timed))
-    if name == "scaling":
-        with results.figure(_FOLDER.value, "dts_scaling", len(_LINKS.value)) as all_axes:
-            for axes, link in zip(all_axes, _LINKS.value, strict=True):
-                _plot(axes, link, [each for each in timed if each.link == link])
-
-
-def _plot(axes, link: str, timed: Sequence[Timed]) -> None:
-    for label in _MEMBERS.value:
-        found = [each for each in timed if each.label == label]
-        axes.plot([1e3 * each.round_trip for each in found], [each.efficiency for each in found], "o-", label=label)
-    axes.set(title=f"{float(link) / 1e6:g} Mbit/s", xlabel="round-trip time [ms]", ylabel="scaling efficiency")
-    axes.set_ylim(0.0, 1.05)
-    axes.legend()
-
-
 def main(argv) -> None:
     del argv
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -389,13 +370,14 @@ def main(argv) -> None:
             flags.FLAGS[name].value = value
     timed: dict[str, Callable[[], Iterator[Timed]]] = {"scaling": _scaling, "sites": _sites}
     for name in (name for name in timed if name in _EXPERIMENTS.value):
-        found = [*timed[name]()]
-        if _FOLDER.value:
-            _write(name, found)
+        for each in timed[name]():
+            case = f"{each.label}, {each.link}, {each.round_trip:g}"
+            results.note(f"{name}: step seconds", case, each.step)
+            results.note(f"{name}: efficiency", case, each.efficiency)
     if "latencies" in _EXPERIMENTS.value:
         _latencies()
     if "accuracy" in _EXPERIMENTS.value:
-        dts_accuracy.run(_WORLD_SIZE.value, _FOLDER.value)
+        dts_accuracy.run(_WORLD_SIZE.value)
 
 
 if __name__ == "__main__":

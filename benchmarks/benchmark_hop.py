@@ -1,6 +1,6 @@
 """Measures the speedup of Hop's mechanisms: the paper's Figures 12 to 20 in the small, in processes of one machine.
 
-    KERAS_HOME=... python benchmarks/benchmark_hop.py --folder=results
+    KERAS_HOME=... python benchmarks/benchmark_hop.py
     python benchmarks/benchmark_hop.py --experiments=straggler --task=svm --a9a=a9a --num_workers=8 --num_steps=60
 
 Workers train under `model.fit` with emulated compute: every step takes `--step_seconds` at least, and more if it is
@@ -19,7 +19,7 @@ Printed for each run: iterations per second (mean over ranks, jumps included, th
 `hop_tf.simulate` from the same slowdowns, and the ratio of both; both relative to the standard form; the time of an
 iteration on ranks that are not slow themselves; the loss when the fastest run had ended, mean and standard error
 over ranks; and the accuracy of the averaged model at the end. Times count from the first 5 steps of the first rank:
-before, graphs are traced. Curves of loss against time and steps go to CSV and PNG files.
+before, graphs are traced.
 
 The following experiments run on the virtual clock of `hop_tf.simulate`, and only on request:
 
@@ -32,6 +32,8 @@ machines   The same for 8 workers on 3 machines (Figures 20 and 21), standard fo
            ring between machines, of one rank each, or of as many as possible; and ring_based over all. An update keeps
            a machine's link busy for each of --update_shares of a step. All edges that leave or enter the machine share
            the link.
+speedups   Iterations per second of all mechanisms over those of the standard form, with the slowdowns of `random` and
+           `straggler`; with those of `random` also in the paper's serial order.
 slow_link  A slow link instead of a slow rank: from rank 0 to rank 1 an update takes each of --slow_links steps.
            Iterations per second of all mechanisms, compared with those with one rank that is 4 times slower.
 
@@ -74,10 +76,10 @@ _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random slowdowns.")
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Trainings of each kind in `accuracy`.", lower_bound=1)
 _UPDATE_SHARES = flags.DEFINE_list("update_shares", ["0", "0.3", "1"], "Of `machines`.")
 _SLOW_LINKS = flags.DEFINE_list("slow_links", ["1", "2", "4", "8"], "Of `slow_link`.")
-_FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
-_NAMES = ("random", "server", "straggler", "death", "accuracy", "learning", "machines", "slow_link")
+_NAMES = ("random", "server", "straggler", "death", "accuracy", "learning", "machines", "speedups", "slow_link")
+_HOMOGENEOUS = "homogeneous"
 _STANDARD = "standard"  # The reference for an experiment's other runs.
 _STEPS_PER_POINT = 5  # Steps between two points of a curve.
 _TIMEOUT_SECONDS = 3600.0
@@ -380,10 +382,7 @@ def _measure_death() -> None:
     print(f"  the new process, at step {steps[joined]:.0f} of {_NUM_STEPS.value}")
     print(f"accuracy of its own model: {values[_VICTIM][1]:.4f}, of rank 0's: {values[0][1]:.4f}, of the average:")
     print(f"  {values[0][2]:.4f}, of the average without a death: {undisturbed.accuracy:.4f}", flush=True)
-    if _FOLDER.value:
-        start = np.array([values[0][0][1, 0], 0.0, 0.0])
-        curves = {f"rank {rank}": curve - start for rank, (curve, _, _) in enumerate(values)}
-        _write("death", {"without, mean": undisturbed.curve, **curves}, _FOLDER.value)
+    results.note("death: speed kept", "others", np.divide(speeds, undisturbed.speed))
 
 
 def _measure_accuracy(runs: Sequence[Run]) -> None:
@@ -443,6 +442,46 @@ def _measure_learning(runs: Sequence[Run]) -> None:
         )
 
 
+def _measure_speedups(name: str) -> None:
+    """Prints speeds on the virtual clock, without training."""
+    topology = resolve(name, _NUM_WORKERS.value)
+    cases = {
+        "random": (Slowdown(None, 6.0), _MECHANISMS, ("parallel", "serial")),
+        "straggler": (Slowdown(topology.world_size // 3, 4.0), _FOR_A_STRAGGLER, ("parallel",)),
+    }
+    print(f"\nspeedups, {topology.describe()}, {_NUM_STEPS.value} iterations: iterations per second over standard")
+    for case, (slowdown, mechanisms, orders) in cases.items():
+        for order in orders:
+            speeds = {
+                label: _simulated_speeds(topology, slowdowns, update_order=order, **settings)
+                for label, slowdowns, settings in [
+                    (_HOMOGENEOUS, (), {}),
+                    *((label, (slowdown,), settings) for label, settings in mechanisms.items()),
+                ]
+            }
+            for label, of_seeds in speeds.items():
+                ratios = of_seeds / speeds[_STANDARD]
+                results.note("speedup", f"{name}, {case}, {order}, {label}", ratios)
+                shown = f"{case}, {order}, {label}"
+                print(f"{shown:40} {np.mean(ratios):6.2f}   of seeds:", *np.round(ratios, 2), flush=True)
+
+
+def _simulated_speeds(topology: Topology, slowdowns: tuple[Slowdown, ...], **settings) -> np.ndarray:
+    """Returns the iterations per second of each seed, mean over ranks, for steps of a second."""
+    return np.array([
+        np.mean(
+            hop_tf.simulate.hop(
+                topology=topology,
+                world_size=topology.world_size,
+                num_steps=_NUM_STEPS.value,
+                compute=ComputeEmulation(step_seconds=1.0, slowdowns=slowdowns, seed=seed),
+                **settings,
+            ).iterations_per_second
+        )
+        for seed in range(_NUM_SEEDS.value)
+    ])  # fmt: skip
+
+
 def _measure_slow_link(name: str) -> None:
     """Prints iterations per second of ranks whose steps take one second, on the virtual clock."""
     topology = resolve(name, _NUM_WORKERS.value)
@@ -486,19 +525,8 @@ def _print(measured: Sequence[Result]) -> None:
             f"{each.accuracy:9.4f} {each.busy:6.0%}",
             flush=True,
         )
-
-
-def _write(experiment: str, curves: Mapping[str, np.ndarray], folder: str) -> None:
-    """Writes loss against time and steps; `curves` are as in `Result`, by label."""
-    name = f"{_TASK.value}_{experiment.replace(' ', '_')}"
-    points = [(label, *point) for label, curve in curves.items() for point in curve[1:].tolist()]
-    results.write_table(folder, name, ["run", "seconds", "step", "loss"], points)
-    with results.figure(folder, name, 2) as all_axes:
-        for axes, column, unit in zip(all_axes, (0, 1), ("seconds", "steps"), strict=True):
-            for label, curve in curves.items():
-                axes.plot(curve[1:, column], curve[1:, 2], label=label)
-            axes.set(xlabel=unit, ylabel="training loss", title=experiment)
-        all_axes[1].legend()
+        results.note("iterations per second", f"{each.run.experiment}, {each.run.label}", each.speed)
+        results.note("loss", f"{each.run.experiment}, {each.run.label}", float(losses.mean()))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -514,8 +542,6 @@ def main(argv: Sequence[str]) -> None:
     for runs in _grouped({"random", "server", "straggler"}.intersection(_EXPERIMENTS.value)):
         measured = [_measure(run) for run in runs]
         _print(measured)
-        if _FOLDER.value:
-            _write(runs[0].experiment, {each.run.label: each.curve for each in measured}, _FOLDER.value)
     if "death" in _EXPERIMENTS.value:
         _measure_death()
     if "accuracy" in _EXPERIMENTS.value:
@@ -524,6 +550,8 @@ def main(argv: Sequence[str]) -> None:
     for experiment, runs_of in (("learning", "random"), ("machines", "machines")):
         for runs in _grouped([runs_of] if experiment in _EXPERIMENTS.value else []):
             _measure_learning(runs)
+    for name in _TOPOLOGIES.value if "speedups" in _EXPERIMENTS.value else ():
+        _measure_speedups(name)
     if "slow_link" in _EXPERIMENTS.value:
         for name in _TOPOLOGIES.value:
             _measure_slow_link(name)

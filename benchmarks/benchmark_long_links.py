@@ -25,6 +25,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import ranks
+import results
 from absl import app, flags
 
 from hop_tf.options import CommunicationOptions
@@ -138,6 +139,7 @@ def main(argv: list[str]) -> None:
         for member in _MEMBERS.value:
             for lanes, lane in _LANES.items():
                 values = _measure(link, member, lane)
+                results.note("share in percent", f"{link}, {member}, {lanes}", values[columns.index("share %")])
                 print(f"{member:>8} {lanes:>8} " + " ".join(f"{value:>9.2f}" for value in values), flush=True)
 
 

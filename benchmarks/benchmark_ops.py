@@ -1,4 +1,4 @@
-"""Measures the kernels on a processor, and compares them with peers. Prints a table; `--csv=FILE` writes it, too.
+"""Measures the kernels on a processor, and compares them with peers.
 
     python benchmarks/benchmark_ops.py
     python benchmarks/benchmark_ops.py --sizes=1000000 --data=sparse --rounds=15
@@ -16,7 +16,6 @@ minutes, so peers run at most twice and do not warm up. With 100 million the fal
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import gc
 import statistics
@@ -24,6 +23,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import results
 import tensorflow as tf
 from absl import app, flags
 
@@ -38,7 +38,6 @@ except ImportError:
 _SIZES = flags.DEFINE_list("sizes", ["1000000", "10000000", "100000000"], "Numbers of values.")
 _DATA = flags.DEFINE_list("data", ["gaussian", "laplace", "sparse"], "Distributions.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds; medians over them are shown.", lower_bound=1)
-_CSV = flags.DEFINE_string("csv", None, "File for the same figures as CSV.")
 
 _BLOCK_SIZE = 512
 _INDEX_RATIO = 0.01  # Share of the values that have an index.
@@ -190,18 +189,12 @@ def main(argv: list[str]) -> None:
     """Measures, prints and writes."""
     del argv
     print(ops.build_info(), flush=True)
-    rows = []
     for size in _SIZES.value:
         for data in _DATA.value:
             for row in _rows(data, int(size), _ROUNDS.value):
-                rows.append(row)
+                results.note("ns per value", f"{size} {data} {row['kernel']}", row["ns per value"])
                 print("{values:>11,} {data:<9} {kernel:<32} {ns per value:>9.3f} {share of copy:>6}".format(**row))
             gc.collect()
-    if _CSV.value is not None:
-        with open(_CSV.value, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import keras
 import models
 import numpy as np
 import ranks
+import results
 import tensorflow as tf
 from absl import app, flags
 
@@ -230,7 +231,7 @@ def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
     server = [("PS-Sync", 1, "star", codec) for codec in _codecs()]
     peers = [(label, width, _ALGORITHM.value, codec) for label, width in _WIDTHS.items() for codec in _codecs()]
     environment = ComputeEmulation(step_seconds=step_seconds).to_environment()
-    results = []
+    of_kinds = []
     for kinds, world_size in ((server, _WORLD_SIZE.value + 1), (peers, _WORLD_SIZE.value)):
         case = {
             "experiment": "timing",
@@ -243,10 +244,10 @@ def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
         of_ranks = ranks.run(
             __file__, case, world_size, link, num_ports=num_ports, environment=environment, timeout_seconds=timeout
         )
-        results.extend(zip(kinds, zip(*of_ranks, strict=True), strict=True))
+        of_kinds.extend(zip(kinds, zip(*of_ranks, strict=True), strict=True))
     timed = []
-    measurement = next(of_ranks[0]["measurement"] for (label, *_), of_ranks in results if label == "D-Sync")
-    for (label, width, algorithm, codec), of_ranks in results:
+    measurement = next(of_ranks[0]["measurement"] for (label, *_), of_ranks in of_kinds if label == "D-Sync")
+    for (label, width, algorithm, codec), of_ranks in of_kinds:
         predicted = None
         if label != "PS-Sync":
             predicted = measurement.predict(pipeline_width=width, codec=codec, algorithm=algorithm).step_seconds
@@ -282,6 +283,9 @@ def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Ti
             f"{each.communicate * 1e3:12.1f} {each.codec_seconds * 1e3:7.1f}{columns}",
             flush=True,
         )
+        results.note("step seconds", f"{label.strip()}, {link}, {step_seconds:g}", each.step)
+        if each.predicted:
+            results.note("predicted seconds", f"{label.strip()}, {link}, {step_seconds:g}", each.predicted)
 
 
 def _print_accuracies(task: str) -> None:
@@ -300,8 +304,7 @@ def _print_accuracies(task: str) -> None:
             "momentum": _MOMENTUM.value,
             "seed": seed,
         }
-        results = ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(kinds), timeout_seconds=3600)
-        of_seeds.append(results[0])
+        of_seeds.append(ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(kinds), timeout_seconds=3600)[0])
     for (label, _, codec), of_kind in zip(kinds, zip(*of_seeds, strict=True), strict=True):
         accuracies, seconds = zip(*of_kind, strict=True)
         shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
@@ -309,6 +312,7 @@ def _print_accuracies(task: str) -> None:
             f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})  {np.mean(seconds):6.0f} s",
             flush=True,
         )
+        results.note("accuracy", f"{task}, {label} {codec or ''}".strip(), accuracies)
 
 
 def main(argv) -> None:

@@ -22,6 +22,7 @@ import keras
 import models
 import numpy as np
 import ranks
+import results
 import tensorflow as tf
 from absl import app, flags
 
@@ -103,6 +104,7 @@ def _compare(slowdown: str) -> None:
     chosen = [predictions[name] for name in _CANDIDATES.value]
     for each, (seconds, _) in zip(chosen, _job(emulation, [each.call for each in chosen]), strict=True):
         ratio = each.step_seconds / seconds
+        results.note("predicted over measured", f"{each.name}, {slowdown}", ratio)
         print(f"  {each.call:82s} {seconds * 1e3:8.0f} ms {each.step_seconds * 1e3:8.0f} {ratio:6.2f}", flush=True)
 
 
@@ -118,13 +120,13 @@ def _job(emulation: ComputeEmulation, calls: list[str]) -> list[tuple[float, tim
         environment=emulation.to_environment(),
         queue_bytes=_QUEUE_BYTES.value,
     )
-    results = []
+    found = []
     for call, (*of_workers, _) in zip(calls, zip(*of_processes, strict=True), strict=True):
         seconds = [each for each, _ in of_workers]
         # Workers that wait for servers alone make as many steps each, but not in the same time.
         step = 1 / np.mean(1 / np.array(seconds)) if call.startswith("SHAT") else max(seconds)
-        results.append((float(step), of_workers[0][1]))
-    return results
+        found.append((float(step), of_workers[0][1]))
+    return found
 
 
 def main(argv) -> None:

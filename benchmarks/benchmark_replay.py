@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import peers
 import ranks
+import results
 import tensorflow as tf
 from absl import app, flags
 
@@ -151,6 +152,7 @@ def _print_times(optimizer: str) -> None:
     print(f"  {'':6} {'none':>8} {'none, K updates':>16} {'replay':>8} {'ratio of these two':>20}")
     for width, (none, repeated, replay) in zip(widths, steps * 1e3, strict=True):
         print(f"  K = {width:<2} {none:8.2f} {repeated:16.2f} {replay:8.2f} {replay / repeated:20.3f}", flush=True)
+        results.note("replay over K updates", f"{optimizer}, K = {width}", replay / repeated)
 
 
 def _print_memory(optimizer: str) -> None:
@@ -162,6 +164,7 @@ def _print_memory(optimizer: str) -> None:
     for width in map(int, _WIDTHS.value):
         more = peak(_setting(width, "replay")) - peak(_setting(width, "none"))
         print(f"  K = {width:<2} {more:6.2f}, expected {width - 1 + 1 + num_slots}", flush=True)
+        results.note("copies of the weights", f"{optimizer}, K = {width}", more)
 
 
 def main(argv) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 import ranks
+import results
 import tensorflow as tf
 from absl import app, flags
 
@@ -95,6 +96,7 @@ def _measure(link: str) -> None:
     for label, step in steps.items():
         hidden = "" if label == "alone" else f"{(steps[first] - step) / communicate:7.0%}"
         print(f"  {label:14s} {step * 1e3:8.1f} {hidden}", flush=True)
+        results.note("step seconds", f"{label}, {link}", step)
 
 
 def main(argv) -> None:

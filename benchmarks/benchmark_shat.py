@@ -1,8 +1,8 @@
 """SHAT: the paper's Table 2, and its Figures 4 to 6, in the small.
 
-    python benchmarks/benchmark_shat.py --experiments=accuracy,stragglers --folder=results
+    python benchmarks/benchmark_shat.py --experiments=accuracy,stragglers
     python benchmarks/benchmark_shat.py --experiments=accuracy --dataset=cifar10 --cifar10=cifar10.npz
-    python benchmarks/benchmark_shat.py --experiments=sharding --links=1e9 --folder=results
+    python benchmarks/benchmark_shat.py --experiments=sharding --links=1e9
     python benchmarks/benchmark_shat.py --quick
 
 accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
@@ -48,7 +48,6 @@ _EXPERIMENTS = flags.DEFINE_list(
     "experiments", ["accuracy", "rates", "stragglers", "sharding", "death", "memory"], "What to run."
 )
 _QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")
-_FOLDER = flags.DEFINE_string("folder", None, "Where to write CSV and PNG files.")
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", 4, "Workers of what runs in processes.", lower_bound=2)
 _NUM_SERVERS = flags.DEFINE_integer("num_servers", 4, "Servers of `sharding` and `death`.", lower_bound=1)
 _LINKS = flags.DEFINE_list("links", ["1e9"], "Rates of the servers' links, in bits per second.")
@@ -133,7 +132,7 @@ def _serve_case(case: Mapping, rank: int) -> list[float] | int:
     return clock.times
 
 
-def _run_sharding(folder: str | None) -> None:
+def _run_sharding() -> None:
     reason = network.available()
     if reason is not None:
         print(f"\nsharding: left out, as it needs an emulated network ({reason})")
@@ -144,17 +143,12 @@ def _run_sharding(folder: str | None) -> None:
         "all workers [times that of one server]"
     )
     print(f"  {'link':>10} " + " ".join(f"{sharding:>18}" for sharding in _SHARDINGS))
-    rows = []
     for link in _LINKS.value:
         speeds = {sharding: _throughput(sharding, link) for sharding in _SHARDINGS}
         shown = [f"{speed:8.2f} [{speed / speeds['none']:.2f}]".rjust(18) for speed in speeds.values()]
         print(f"  {float(link):10.2g} " + " ".join(shown), flush=True)
-        rows += [(link, sharding, speed, speed / speeds["none"]) for sharding, speed in speeds.items()]
-    if folder:
-        results.write_table(folder, "shat_sharding", ["link", "sharding", "pushes a second", "speedup"], rows)
-        with results.figure(folder, "shat_sharding") as (axes,):
-            axes.bar([f"{sharding}\n{float(link):.2g} bit/s" for link, sharding, *_ in rows], [row[3] for row in rows])
-            axes.set(ylabel="throughput over that of one server")
+        for sharding, speed in speeds.items():
+            results.note("pushes per second", f"{sharding}, {link}", speed)
 
 
 def _throughput(sharding: str, link: str) -> float:
@@ -165,32 +159,26 @@ def _throughput(sharding: str, link: str) -> float:
     return sum(1 / statistics.median(each) for each in durations)
 
 
-def _run_death(folder: str | None) -> None:
+def _run_death() -> None:
     num_steps = max(30, _NUM_STEPS.value)
     dies_after, victim = _SKIPPED_STEPS + num_steps // 3, _NUM_WORKERS.value - 1
     emulation = ComputeEmulation(step_seconds=_STEP_SECONDS.value).to_environment()
     found = _run(_NUM_SERVERS.value, num_steps=num_steps, dies_after=dies_after, killed=[victim], environment=emulation)
     print(f"\ndeath: one of {_NUM_WORKERS.value} workers is killed after {dies_after} of its steps; steps a second")
     print(f"  {'worker':>6} {'before':>8} {'after':>8} {'ratio':>6}")
-    rows = []
     for rank, times in enumerate(found[:victim]):
         parts = times[_SKIPPED_STEPS:dies_after], times[dies_after - 1 :]
         before, after = (1 / np.diff(part).mean() for part in parts)
-        rows.append((rank, before, after, after / before))
         print(f"  {rank:6} {before:8.3f} {after:8.3f} {after / before:6.3f}", flush=True)
-    if folder:
-        results.write_table(folder, "shat_death", ["worker", "before", "after", "ratio"], rows)
+        results.note("death: speed kept", f"worker {rank}", after / before)
 
 
-def _run_memory(folder: str | None) -> None:
+def _run_memory() -> None:
     print(f"\nmemory: one server of {_NUM_WORKERS.value} workers, vectors of {_NUM_VALUES.value} float32")
-    rows = []
     for optimizer in ("sgd", "adam"):
         growth = _run(1, optimizer=optimizer)[-1] / (4 * _NUM_VALUES.value)
-        rows.append((optimizer, growth))
         print(f"  {optimizer:5} {growth:6.2f}", flush=True)
-    if folder:
-        results.write_table(folder, "shat_memory", ["optimizer", "vectors"], rows)
+        results.note("memory: vectors", optimizer, growth)
 
 
 def _run(
@@ -239,7 +227,7 @@ def main(argv: list[str]) -> None:
     for name in _EXPERIMENTS.value:
         if name not in experiments:
             raise app.UsageError(f"--experiments must be among {', '.join(experiments)}. Received: {name!r}.")
-        experiments[name](_FOLDER.value)
+        experiments[name]()
 
 
 if __name__ == "__main__":

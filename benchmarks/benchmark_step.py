@@ -76,7 +76,6 @@ _LINK = flags.DEFINE_string("link", ranks.LOOPBACK, "loopback, or the rate of ea
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "How often each case runs.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 300, "Steps that are measured.", lower_bound=10)
 _AGAINST = flags.DEFINE_string("against", None, "Another checkout of hop_tf to measure in turns with this one.")
-_FOLDER = flags.DEFINE_string("folder", None, "Writes a table there.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,16 +314,16 @@ def main(argv: Sequence[str]) -> None:
         costs[case].append(_run(case))
         print(f"round {round_ + 1}: {case.model}, {case.world_size}, {case.name}: {costs[case][-1]}", flush=True)
     titles = ["model", "ranks", "kind", "step ms", "processor ms", "added ms", "switches", "kB", "threads", "first s"]
-    with results.table(_FOLDER.value, "step", titles) as add:
-        print("".join(f"{title:>13}" for title in titles))
-        for case in cases:
-            cost = _median(costs[case])
-            added = cost.processor_ms - _median(costs[case.alone]).processor_ms if case.alone in costs else float("nan")
-            step, processor, *rest = dataclasses.astuple(cost)
-            values = [f"{value:.2f}" for value in (step, processor, added, *rest)]
-            row = [case.model, case.world_size, case.name, *values]
-            add(row)
-            print("".join(f"{value:>13}" for value in row), flush=True)
+    print("".join(f"{title:>13}" for title in titles))
+    for case in cases:
+        cost = _median(costs[case])
+        added = cost.processor_ms - _median(costs[case.alone]).processor_ms if case.alone in costs else float("nan")
+        step, processor, *rest = dataclasses.astuple(cost)
+        values = [f"{value:.2f}" for value in (step, processor, added, *rest)]
+        print("".join(f"{value:>13}" for value in [case.model, case.world_size, case.name, *values]), flush=True)
+        for name in ("step_ms", "processor_ms", "first_seconds", "threads"):
+            of_rounds = [getattr(each, name) for each in costs[case]]
+            results.note(name, f"{case.model} {case.name} {case.world_size}", of_rounds)
 
 
 if __name__ == "__main__":

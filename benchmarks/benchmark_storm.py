@@ -35,6 +35,7 @@ from collections.abc import Iterator
 import keras
 import numpy as np
 import psutil
+import results
 from absl import app, flags
 from sklearn.datasets import load_digits
 
@@ -189,10 +190,10 @@ def _run(name: str, with_faults: bool) -> _Run:
             faults = _storm(runner) if with_faults else []
             problems = []
             try:
-                results = runner.join()
-                codes = {str(each.task): each.exit_code for each in (*results.workers, *results.ps)}
+                done = runner.join()
+                codes = {str(each.task): each.exit_code for each in (*done.workers, *done.ps)}
                 problems = [f"{task} ended with {code}" for task, code in codes.items() if code]
-                values = results.values
+                values = done.values
             except MultiProcessError as error:
                 problems, values = [str(error).splitlines()[0]], []
         return _Run([_steps_of(folder, rank) for rank in range(_NUM_RANKS)], faults, values, problems)
@@ -239,6 +240,8 @@ def _describe(name: str, free: _Run, storm: _Run, before: tuple[int, int]) -> st
     after = _left()
     problems = [*free.problems, *storm.problems, *(["something is left"] if after > before else [])]
     recovery = f"{np.median(storm.recoveries):.1f} s" if kills else "-"
+    results.note("kept", name, storm.rate / free.rate)
+    results.note("problems", name, len(problems))
     return (
         f"| {name} | {kills}, {len(storm.faults) - kills} | {storm.rate / free.rate:.2f} | {recovery} | "
         f"{', '.join(accuracies)} | {equal} | {'; '.join(problems) or 'none'} |"

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import results
 from absl import app, flags
 
 from hop_tf.options import CommunicationOptions
@@ -30,6 +31,8 @@ _SIZES = flags.DEFINE_list("sizes", ["4096", "65536", "1048576", "16777216", "10
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds; medians over them are shown.", lower_bound=1)
 _MEMBERS = flags.DEFINE_list("members", ["memory", "tcp", "grpc", "socket"], "What to measure; also tcp_unchecked.")
 _BYTES_PER_ROUND = flags.DEFINE_integer("bytes_per_round", 400 << 20, "About how much to move in each measurement.")
+
+_COLUMNS = ("GB/s one way", "CPU s/GB one way", "GB/s each way", "CPU s/GB each way", "latency ms")
 
 
 class SocketTransport(TcpTransport):
@@ -294,14 +297,15 @@ def _measure_size(pair: Pair, names: list[str], size: int) -> None:
         )
 
     for name, values in _medians(_ROUNDS.value, names, measure).items():
-        print(f"{size:>10} {name:>8} " + " ".join(f"{value:>12.3f}" for value in values), flush=True)
+        for column, value in zip(_COLUMNS, values, strict=True):
+            results.note(column, f"{size} {name}", value)
+        print(f"{size:>10} {name:>8} " + " ".join(f"{value:>13.3f}" for value in values), flush=True)
 
 
 def main(argv: list[str]) -> None:
     """Prints a table."""
     del argv
-    columns = ("GB/s one way", "cpu s/GB", "GB/s each way", "cpu s/GB", "latency ms")
-    print(f"{'bytes':>10} {'member':>8} " + " ".join(f"{column:>12}" for column in columns))
+    print(f"{'bytes':>10} {'member':>8} " + " ".join(f"{column:>13}" for column in _COLUMNS))
     with _pair(_MEMBERS.value) as pair:
         for size in _SIZES.value:
             _measure_size(pair, _MEMBERS.value, int(size))

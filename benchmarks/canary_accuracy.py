@@ -29,40 +29,28 @@ BATCH_SIZE = flags.DEFINE_integer(
 _MOMENTUM = 0.9
 
 
-def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int, folder: str | None) -> None:
-    """Prints the accuracies, and writes them and the losses of all epochs.
+def run(world_size: int, epochs: int, learning_rate: float, num_seeds: int) -> None:
+    """Prints and keeps the accuracies.
 
     Args:
       world_size: Number of ranks.
       epochs: Number of epochs of each training.
       learning_rate: The initial learning rate, which falls to 0 along a cosine.
       num_seeds: Number of trainings of each kind.
-      folder: Folder for the results, or None to write nothing.
     """
     data = images.load(_DATASET.value, CIFAR10.value, _NUM_ROWS.value)
     print(
         f"\nconvergence, {_DATASET.value}, {len(data[0][0])} rows, {epochs} epochs, {world_size} ranks; sketched steps"
     )
-    curves, of_first = {}, None
-    with results.table(folder, "canary_convergence", ["share", "seed", "epoch", "loss", "accuracy"]) as add:
-        for share in map(float, _SHARES.value):
-            accuracies, losses = [], []
-            for seed in range(num_seeds):
-                losses.append([])
-                for epoch, loss, model in _train(data[0], world_size, epochs, learning_rate, share, seed):
-                    losses[-1].append(loss)
-                    accuracy = images.accuracy(model, data[1]) if epoch == epochs - 1 else None
-                    add((share, seed, epoch, loss, accuracy))
-                accuracies.append(accuracy)
-            of_first = np.array(accuracies) if of_first is None else of_first
-            curves[share] = np.mean(losses, axis=0)
-            _print(share, accuracies, np.subtract(accuracies, of_first))
-    if folder:
-        with results.figure(folder, "canary_convergence") as (axes,):
-            for share, curve in curves.items():
-                axes.plot(range(1, epochs + 1), curve, label=f"{share:.0%}")
-            axes.set(xlabel="epoch", ylabel="training loss", title="sketched steps")
-            axes.legend()
+    of_first = None
+    for share in map(float, _SHARES.value):
+        accuracies = []
+        for seed in range(num_seeds):
+            model = _train(data[0], world_size, epochs, learning_rate, share, seed)
+            accuracies.append(images.accuracy(model, data[1]))
+        of_first = np.array(accuracies) if of_first is None else of_first
+        results.note("convergence: accuracy", f"{share:.0%} sketched", accuracies)
+        _print(share, accuracies, np.subtract(accuracies, of_first))
 
 
 def _print(share: float, accuracies: Sequence[float], differences: np.ndarray) -> None:
@@ -71,8 +59,10 @@ def _print(share: float, accuracies: Sequence[float], differences: np.ndarray) -
     print(f"  {share:4.0%} {np.mean(accuracies):8.4f} {differences.mean():+8.4f} ±{error:.4f}   {of_seeds}", flush=True)
 
 
-def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float, share: float, seed: int):
-    """Yields each epoch's number, mean loss, and the model."""
+def _train(
+    part: images.Part, world_size: int, epochs: int, learning_rate: float, share: float, seed: int
+) -> keras.Model:
+    """Returns the trained model."""
     keras.utils.set_random_seed(seed)
     x, y = part
     model = _model(x.shape[1:])
@@ -84,11 +74,11 @@ def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float
     sizes = [int(np.prod(weight.shape)) for weight in weights]
 
     @tf.function
-    def gradient_of(rows: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def gradient_of(rows: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(keras.losses.sparse_categorical_crossentropy(labels, model(rows, training=True)))
         gradients = tape.gradient(loss, [weight.value for weight in weights])
-        return loss, tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
+        return tf.concat([tf.reshape(gradient, [-1]) for gradient in gradients], 0)
 
     @tf.function
     def apply(mean: tf.Tensor) -> None:
@@ -97,14 +87,11 @@ def _train(part: images.Part, world_size: int, epochs: int, learning_rate: float
 
     generator = np.random.default_rng(seed)
     all_reduce = AllReduce(world_size)
-    for epoch in range(epochs):
-        losses = []
+    for _ in range(epochs):
         for rows in np.array_split(generator.permutation(len(x))[: num_batches * BATCH_SIZE.value], num_batches):
-            found = [gradient_of(x[own], y[own]) for own in np.array_split(rows, world_size)]
-            losses.append(np.mean([loss for loss, _ in found]))
-            gradients = [gradient.numpy() for _, gradient in found]
+            gradients = [gradient_of(x[own], y[own]).numpy() for own in np.array_split(rows, world_size)]
             apply(tf.constant(all_reduce.mean(gradients, is_sketched=generator.random() < share)))
-        yield epoch, float(np.mean(losses)), model
+    return model
 
 
 class AllReduce:

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 
 import canary_accuracy
-import canary_colayers
 import delay_tasks
 import gradients
 import images
@@ -24,6 +23,7 @@ from absl import flags
 
 from hop_tf.tensors.packing import Packing, TensorSpec
 
+_LOADS = flags.DEFINE_list("loads", ["0.5", "1", "2"], "Time of communication over that of computation, in `ako`.")
 _NUM_PARTS = flags.DEFINE_list("ako_parts", ["2", "4", "8"], "P of `ako`.")
 
 _TASK = delay_tasks.TASKS["perceptron"]
@@ -33,28 +33,27 @@ _SKETCH_BYTES = 0.25  # Relative to float32.
 _Exchange = Callable[[int, np.ndarray], np.ndarray]
 
 
-def run(world_size: int, epochs: int, num_seeds: int, folder: str | None) -> None:
-    """Prints and writes the accuracy of the mean of all ranks' weights, and the durations of steps.
+def run(world_size: int, epochs: int, num_seeds: int) -> None:
+    """Prints and keeps the accuracy of the mean of all ranks' weights, and the durations of steps.
 
     Args:
       world_size: Number of ranks.
       epochs: Number of epochs of each training.
       num_seeds: Number of trainings of each kind.
-      folder: Folder for the results, or None to write nothing.
     """
     data = _TASK.load(_TASK.num_rows, None, None)
-    loads = list(map(float, canary_colayers.LOADS.value))
+    loads = list(map(float, _LOADS.value))
     titles = ("", "sent", "accuracy", "error", *(f"step, load {load:g}" for load in loads))
     print(f"\nako: {world_size} ranks, {epochs} epochs, {num_seeds} seeds. Sent: over what float32's all-reduce sends;")
     print("load: how long that takes, over computation; steps: in times of computation")
     print("  " + "".join(f"{title:>15s}" for title in titles), flush=True)
-    with results.table(folder, "canary_ako", titles) as add:
-        for label, (share, make_exchange) in _kinds(world_size).items():
-            accuracies = [_train(data, make_exchange, world_size, epochs, seed) for seed in range(num_seeds)]
-            error = results.standard_error(accuracies)
-            row = (label, share, float(np.mean(accuracies)), error, *(1 + load * share for load in loads))
-            add(row)
-            print(f"  {label:>15s}" + "".join(f"{cell:15.4g}" for cell in row[1:]), flush=True)
+    for label, (share, make_exchange) in _kinds(world_size).items():
+        accuracies = [_train(data, make_exchange, world_size, epochs, seed) for seed in range(num_seeds)]
+        error = results.standard_error(accuracies)
+        row = (label, share, float(np.mean(accuracies)), error, *(1 + load * share for load in loads))
+        results.note("ako: accuracy", label, accuracies)
+        results.note("ako: step, with the largest load", label, row[-1])
+        print(f"  {label:>15s}" + "".join(f"{cell:15.4g}" for cell in row[1:]), flush=True)
 
 
 def _kinds(world_size: int) -> dict[str, tuple[float, Callable[[int], _Exchange]]]:

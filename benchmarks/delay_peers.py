@@ -205,4 +205,4 @@ def _cnn(functional: Any, x: Any, values: Sequence) -> Any:
     return _dense(functional, x.permute(0, 2, 3, 1).flatten(1), values[4:])
 
 
-_FORWARD: Mapping[str, Callable] = {"perceptron": _perceptron, "cnn": _cnn}
+_FORWARD: Mapping[str, Callable] = {"perceptron": _perceptron, "digits": _perceptron, "cnn": _cnn}

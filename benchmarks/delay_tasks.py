@@ -219,6 +219,7 @@ _load_fashion = functools.partial(_load_images, "fashion_mnist")
 
 TASKS = {
     "perceptron": Task(_load_fashion, _perceptron, 0.05, 6000, None, 4, has_peers=True),
+    "digits": Task(functools.partial(_load_images, "digits"), _perceptron, 0.05, 1440, None, 8, has_peers=True),
     "cnn": Task(_load_fashion, _cnn, 0.05, 6000, None, 4, has_peers=True),
     "resnet": Task(functools.partial(_load_images, "cifar10"), _resnet, 0.05, 8000, None, 8, augments=True),
     "transformer": Task(_load_text, _transformer, 0.05, 6000, 1000, 6),

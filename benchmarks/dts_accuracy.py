@@ -64,12 +64,11 @@ class Trained:
     accuracy: float
 
 
-def run(world_size: int, folder: str | None) -> None:
+def run(world_size: int) -> None:
     """Trains, prints accuracies, and writes a table and a figure of the losses.
 
     Args:
       world_size: Number of ranks.
-      folder: Folder for the results, or None to write nothing.
     """
     data = images.load(_DATASET.value, _CIFAR10.value, _NUM_ROWS.value)
     print(f"\naccuracy, {_DATASET.value}, {len(data[0][0])} rows, {_EPOCHS.value} epochs, {world_size} ranks")
@@ -79,8 +78,6 @@ def run(world_size: int, folder: str | None) -> None:
         for seed in map(int, _SEEDS.value):
             trained.append(_train(label, settings, world_size, seed, data))
         _print(label, trained)
-    if folder:
-        _write(trained, folder)
 
 
 def _kinds() -> Mapping[str, Mapping]:
@@ -128,22 +125,8 @@ def _print(label: str, trained: Sequence[Trained]) -> None:
     print(
         f"  {label:20} {np.mean(accuracies):8.4f} {np.mean(differences):+14.4f} {error:11.4f}  {of_seeds}", flush=True
     )
+    results.note("accuracy", label, accuracies)
 
 
 def _accuracies(label: str, trained: Sequence[Trained]) -> list[float]:
     return [each.accuracy for each in trained if each.label == label]
-
-
-def _write(trained: Sequence[Trained], folder: str) -> None:
-    rows = [
-        (each.label, each.seed, epoch, loss, each.accuracy)
-        for each in trained
-        for epoch, loss in enumerate(each.losses, start=1)
-    ]
-    results.write_table(folder, "dts_accuracy", ["label", "seed", "epoch", "loss", "accuracy at the end"], rows)
-    with results.figure(folder, "dts_accuracy") as (axes,):
-        for label in dict.fromkeys(each.label for each in trained):
-            losses = np.mean([each.losses for each in trained if each.label == label], axis=0)
-            axes.plot(range(1, len(losses) + 1), losses, label=label)
-        axes.set(xlabel="epoch", ylabel="training loss, mean over seeds")
-        axes.legend()

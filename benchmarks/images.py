@@ -7,13 +7,15 @@ import numpy as np
 
 Part = tuple[np.ndarray, np.ndarray]
 _EVALUATION_BATCH = 500
+_DIGITS_TO_TEST = 357
 
 
 def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> tuple[Part, Part]:
     """Returns images and labels to train with, and to test with.
 
     Args:
-      name: "mnist", "fashion_mnist" or "cifar10", from `keras.datasets`.
+      name: "mnist", "fashion_mnist" or "cifar10", from `keras.datasets`; or "digits", which scikit-learn has without
+        a download: 1,797 images of 8 x 8, of which the last 357 are to test with, enlarged to 28 x 28.
       cifar10: Instead of Keras's CIFAR-10, an .npz file with x_train, y_train, x_test and y_test.
       num_rows: Largest number of images to train with. Default: all.
 
@@ -24,6 +26,8 @@ def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> 
     if name == "cifar10" and cifar10 is not None:
         with np.load(cifar10) as arrays:
             x, y, x_test, y_test = (arrays[part] for part in ("x_train", "y_train", "x_test", "y_test"))
+    elif name == "digits":
+        (x, y), (x_test, y_test) = _load_digits()
     else:
         (x, y), (x_test, y_test) = getattr(keras.datasets, name).load_data()
     x, y = x[:num_rows], y[:num_rows]
@@ -32,6 +36,17 @@ def load(name: str, cifar10: str | None = None, num_rows: int | None = None) -> 
     if x.ndim == 3:
         x, x_test = x[..., None], x_test[..., None]
     return (x, y), (x_test, y_test)
+
+
+def _load_digits() -> tuple[Part, Part]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = np.pad(np.kron(images.reshape(-1, 8, 8), np.ones((3, 3))), ((0, 0), (2, 2), (2, 2)))
+    return (images[:-_DIGITS_TO_TEST], labels[:-_DIGITS_TO_TEST]), (
+        images[-_DIGITS_TO_TEST:],
+        labels[-_DIGITS_TO_TEST:],
+    )
 
 
 def augmented(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:

@@ -1,13 +1,17 @@
-"""Writes the results of benchmarks, as tables and figures, into a folder."""
+"""Keeps what benchmarks measure, so that the report can be made from it."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
+import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from absl import flags
+
+OUTPUT = flags.DEFINE_string("output", None, "A folder that keeps what was measured. Default: nothing is kept.")
+
+_FILE = "measurements.jsonl"
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -15,61 +19,26 @@ def standard_error(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else np.nan
 
 
-def write_table(folder: str, name: str, titles: Sequence[str], rows: Iterable[Sequence]) -> None:
-    """Writes `<name>.csv`.
+def note(quantity: str, case: str, values: float | Sequence[float]) -> None:
+    """Adds a measurement to `measurements.jsonl` in --output, at once: a long benchmark may be aborted.
 
     Args:
-      folder: Folder of the file; made if it does not exist.
-      name: Name of the file, without its ending.
-      titles: Titles of the columns.
-      rows: The rows.
+      quantity: Name of the quantity, with its unit.
+      case: Name of what was measured.
+      values: The values, one for each round or seed. Members that take turns have the rounds in common.
     """
-    with open(_path(folder, f"{name}.csv"), "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(titles)
-        writer.writerows(rows)
-
-
-@contextlib.contextmanager
-def table(folder: str | None, name: str, titles: Sequence[str]) -> Iterator[Callable[[Sequence], None]]:
-    """Yields `add(row)`, which writes a row to `<name>.csv` at once, because long benchmarks may be aborted.
-
-    Args:
-      folder: Folder of the file, as in `write_table`; None to write nothing.
-      name: Name of the file, as in `write_table`.
-      titles: Titles of the columns.
-    """
-    if folder is None:
-        yield lambda row: None
+    if OUTPUT.value is None:
         return
-    with open(_path(folder, f"{name}.csv"), "w", newline="") as file:
-        writer = csv.writer(file)
-
-        def add(row: Sequence) -> None:
-            writer.writerow(row)
-            file.flush()
-
-        add(titles)
-        yield add
+    folder = pathlib.Path(OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    line = {"quantity": quantity, "case": case, "values": np.atleast_1d(values).astype(float).tolist()}
+    with open(folder / _FILE, "a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
-@contextlib.contextmanager
-def figure(folder: str, name: str, num_axes: int = 1) -> Iterator[Sequence]:
-    """Yields the axes of a figure, side by side, and writes it as `<name>.png`. Needs Matplotlib."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    shown, axes = pyplot.subplots(1, num_axes, figsize=(5.5 * num_axes, 4), squeeze=False)
-    try:
-        yield axes[0]
-        shown.savefig(_path(folder, f"{name}.png"), bbox_inches="tight")
-    finally:
-        pyplot.close(shown)
-
-
-def _path(folder: str, name: str) -> pathlib.Path:
-    path = pathlib.Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    return path / name
+def noted(folder: pathlib.Path) -> Iterator[tuple[str, str, list[float]]]:
+    """Yields quantity, case and values of each measurement in a folder."""
+    path = folder / _FILE
+    for line in path.read_text().splitlines() if path.exists() else ():
+        entry = json.loads(line)
+        yield entry["quantity"], entry["case"], entry["values"]

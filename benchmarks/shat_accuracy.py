@@ -102,100 +102,49 @@ class Trained:
         return self.accuracies[-1] if self.workers is None else self.workers
 
 
-def run_accuracy(folder: str | None) -> None:
+def run_accuracy() -> None:
     """Runs Table 2, and Figure 4."""
     data, trained = _load(), []
     print(f"\naccuracy, {_about(data)}; mean over {SEEDS.value} seeds [learning rate; largest stable one]")
     print(f"  {'model':10} {'workers':>7} " + " ".join(f"{method:>22}" for method in _METHODS_USED.value))
-    titles = ["model", "method", "workers", "learning rate", "seed", "server", "mean of workers", "held out"]
-    with results.table(folder, "shat_accuracy", titles) as add:
-        for model, num_workers in itertools.product(_MODELS_USED.value, map(int, WORLD_SIZES.value)):
-            shown, over_time = [], []
-            for method in _METHODS_USED.value:
-                for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(SEEDS.value)):
-                    found = _train(Case(model, method, num_workers, rate, seed), data)
-                    trained.append(found)
-                    add((model, method, num_workers, rate, seed, found.accuracies[-1], found.workers, found.held_out))
-                chosen, largest = _chosen(trained, model, method, num_workers)
-                accuracy, rate = np.mean([each.accuracy for each in chosen]), chosen[0].case.rate
-                shown.append(f"{accuracy:10.4f} [{rate:g}; {largest:g}]".rjust(22))
-                if method != "ensemble":
-                    over_time.append(f"    {method:>10}, each eighth: " + _shown_over_time(chosen))
-            print(f"  {model:10} {num_workers:7} " + " ".join(shown), *over_time, sep="\n", flush=True)
-    if folder:
-        _draw_accuracy(folder, trained)
-        _draw_over_time(folder, trained)
+    for model, num_workers in itertools.product(_MODELS_USED.value, map(int, WORLD_SIZES.value)):
+        shown, over_time = [], []
+        for method in _METHODS_USED.value:
+            for rate, seed in itertools.product(map(float, _LEARNING_RATES.value), range(SEEDS.value)):
+                found = _train(Case(model, method, num_workers, rate, seed), data)
+                trained.append(found)
+            chosen, largest = _chosen(trained, model, method, num_workers)
+            accuracies, rate = [each.accuracy for each in chosen], chosen[0].case.rate
+            results.note("accuracy", f"{model}, {num_workers} workers, {method}", accuracies)
+            shown.append(f"{np.mean(accuracies):10.4f} [{rate:g}; {largest:g}]".rjust(22))
+            if method != "ensemble":
+                over_time.append(f"    {method:>10}, each eighth: " + _shown_over_time(chosen))
+        print(f"  {model:10} {num_workers:7} " + " ".join(shown), *over_time, sep="\n", flush=True)
 
 
 def _shown_over_time(chosen: Sequence[Trained]) -> str:
     return " ".join(f"{accuracy:.4f}" for accuracy in np.mean([each.accuracies for each in chosen], axis=0))
 
 
-def _draw_accuracy(folder: str, trained: Sequence[Trained]) -> None:
-    with results.figure(folder, "shat_accuracy", len(_MODELS_USED.value)) as all_axes:
-        for axes, model in zip(all_axes, _MODELS_USED.value, strict=True):
-            for method in _METHODS_USED.value:
-                sizes = list(map(int, WORLD_SIZES.value))
-                found = [_chosen(trained, model, method, n)[0] for n in sizes]
-                means = [np.mean([each.accuracy for each in chosen]) for chosen in found]
-                axes.plot(sizes, means, marker="o", label=method)
-            axes.set(xlabel="workers", ylabel="accuracy", title=model, xscale="log")
-            axes.legend()
-
-
-def _draw_over_time(folder: str, trained: Sequence[Trained]) -> None:
-    """Draws the accuracy of the servers' model over epochs, a figure for each method."""
-    methods = [method for method in _METHODS_USED.value if method != "ensemble"]
-    if not methods:
-        return
-    epochs = EPOCHS.value * np.arange(1, _NUM_EVALUATIONS + 1) / _NUM_EVALUATIONS
-    for model in _MODELS_USED.value:
-        with results.figure(folder, f"shat_over_time_{model}", len(methods)) as all_axes:
-            for axes, method in zip(all_axes, methods, strict=True):
-                for num_workers in map(int, WORLD_SIZES.value):
-                    chosen, _ = _chosen(trained, model, method, num_workers)
-                    accuracies = np.mean([each.accuracies for each in chosen], axis=0)
-                    axes.plot(epochs, accuracies, label=f"{num_workers} workers")
-                axes.set(xlabel="epochs", ylabel="accuracy", title=f"{model}, {method}")
-                axes.legend()
-
-
-def run_stragglers(folder: str | None) -> None:
+def run_stragglers() -> None:
     """Runs Figure 5."""
-    data, trained = _load(), []
+    data = _load()
     num_workers = _STRAGGLER_WORKERS.value or max(map(int, WORLD_SIZES.value))
     print(f"\none slow worker of {num_workers}, {_about(data)}; accuracy after as many pushes, and the time of these")
     print(f"  {'model':10} {'method':>10} " + " ".join(f"{'x' + text:>18}" for text in _SLOWDOWNS.value))
     methods = [method for method in _METHODS_USED.value if method != "ensemble"]
     rate = float(_LEARNING_RATES.value[0])
-    with results.table(folder, "shat_stragglers", ["model", "method", "slowdown", "seed", "time", "accuracy"]) as add:
-        for model, method in itertools.product(_MODELS_USED.value, methods):
-            shown = []
-            for slowdown in map(float, _SLOWDOWNS.value):
-                found = []
-                for seed in range(SEEDS.value):
-                    found.append(_train(Case(model, method, num_workers, rate, seed, slowdown), data))
-                    for time, accuracy in zip(found[-1].times, found[-1].accuracies, strict=True):
-                        add((model, method, slowdown, seed, time, accuracy))
-                trained += found
-                accuracy = np.mean([t.accuracy for t in found])
-                seconds = np.mean([t.times[-1] for t in found])
-                shown.append(f"{accuracy:.4f} {seconds:8.0f}".rjust(18))
-            print(f"  {model:10} {method:>10} " + " ".join(shown), flush=True)
-    if folder:
-        _draw_stragglers(folder, trained)
-
-
-def _draw_stragglers(folder: str, trained: Sequence[Trained]) -> None:
-    with results.figure(folder, "shat_stragglers", len(_MODELS_USED.value)) as all_axes:
-        for axes, model in zip(all_axes, _MODELS_USED.value, strict=True):
-            shown = [t for t in trained if t.case.model == model and t.case.method == "shat"]
-            for slowdown in dict.fromkeys(t.case.slowdown for t in shown):
-                of_seeds = [t for t in shown if t.case.slowdown == slowdown]
-                times = np.mean([t.times for t in of_seeds], axis=0)
-                axes.plot(times, np.mean([t.accuracies for t in of_seeds], axis=0), label=f"x{slowdown:g}")
-            axes.set(xlabel="time, in steps of a worker", ylabel="accuracy", title=f"{model}, shat")
-            axes.legend()
+    for model, method in itertools.product(_MODELS_USED.value, methods):
+        shown = []
+        for slowdown in map(float, _SLOWDOWNS.value):
+            found = []
+            for seed in range(SEEDS.value):
+                found.append(_train(Case(model, method, num_workers, rate, seed, slowdown), data))
+            accuracy = np.mean([t.accuracy for t in found])
+            results.note("stragglers: accuracy", f"{model}, {method}, x{slowdown:g}", [t.accuracy for t in found])
+            seconds = np.mean([t.times[-1] for t in found])
+            shown.append(f"{accuracy:.4f} {seconds:8.0f}".rjust(18))
+        print(f"  {model:10} {method:>10} " + " ".join(shown), flush=True)
 
 
 def _chosen(trained: Sequence[Trained], model: str, method: str, num_workers: int) -> tuple[Sequence[Trained], float]:

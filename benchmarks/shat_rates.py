@@ -41,23 +41,22 @@ _JITTER = 0.1
 _NUM_TESTED = 2000
 
 
-def run_rates(folder: str | None) -> None:
+def run_rates() -> None:
     """Trains with each optimizer alone, and with each number of workers and kind of push; prints accuracies."""
     world_sizes, num_epochs, num_seeds = [int(n) for n in WORLD_SIZES.value], int(EPOCHS.value), SEEDS.value
     (x, y), (x_test, y_test) = images.load("fashion_mnist", num_rows=_RATE_SAMPLES.value)
     part = x.reshape(len(x), -1), y
     test = x_test[:_NUM_TESTED].reshape(_NUM_TESTED, -1), y_test[:_NUM_TESTED]
     print(f"\naccuracy, {len(x)} images of Fashion-MNIST, {num_epochs} epochs, batches of {_GLOBAL_BATCH.value}")
-    with results.table(folder, "shat_rates", ["optimizer", "pushes", "workers", "seed", "accuracy"]) as add:
-        for name in _OPTIMIZERS_USED.value:
-            for pushes, num_workers in [("alone", 1), *((p, n) for p in _PUSHES.value for n in world_sizes)]:
-                found = []
-                for seed in range(num_seeds):
-                    training = _Training(_OPTIMIZERS[name], pushes, num_workers, seed)
-                    found.append(training.run(part, test, num_epochs))
-                    add([name, pushes, num_workers, seed, found[-1]])
-                each = " ".join(f"{accuracy:.3f}" for accuracy in found)
-                print(f"  {name:10} {pushes:10} {num_workers:3}  mean {np.mean(found):.3f}  ({each})", flush=True)
+    for name in _OPTIMIZERS_USED.value:
+        for pushes, num_workers in [("alone", 1), *((p, n) for p in _PUSHES.value for n in world_sizes)]:
+            found = []
+            for seed in range(num_seeds):
+                training = _Training(_OPTIMIZERS[name], pushes, num_workers, seed)
+                found.append(training.run(part, test, num_epochs))
+            results.note("rates: accuracy", f"{name}, {pushes}, {num_workers}", found)
+            each = " ".join(f"{accuracy:.3f}" for accuracy in found)
+            print(f"  {name:10} {pushes:10} {num_workers:3}  mean {np.mean(found):.3f}  ({each})", flush=True)
 
 
 class _Training:

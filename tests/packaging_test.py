@@ -126,7 +126,7 @@ class PackagingTest(absltest.TestCase):
         self.assertEqual(metadata["Description-Content-Type"], "text/markdown")
         self.assertCountEqual(
             metadata.get_all("Provides-Extra"),
-            ["cpu", "gpu", "benchmarks", "docs", "examples", "ray", "release", "test"],
+            ["cpu", "gpu", "benchmarks", "docs", "examples", "peers", "ray", "release", "test"],
         )
 
     def test_tensorflow_is_only_an_extra(self):

@@ -116,7 +116,7 @@ def _accuracy(each: Prediction) -> Iterator[str]:
         yield "Accuracy: this is synchronous training."
     else:
         first = each.changes[0]
-        yield f'Accuracy, in points above {first.reference} (benchmarks/README.md, "{first.section}"):'
+        yield f'Accuracy, in points above {first.reference} (docs/measurements.md, "{first.section}"):'
         yield f"  {', '.join(f'{change.task} {change.points:+.2f}' for change in each.changes)}."
 
 

@@ -1,4 +1,4 @@
-"""The measured changes of accuracy with some settings, from the tables of `benchmarks/README.md`.
+"""The measured changes of accuracy with some settings, from the tables of `docs/measurements.md`.
 
 `tests/tools/planning/accuracy_test.py` compares these numbers with the tables.
 """
@@ -16,7 +16,7 @@ class Change:
     Attributes:
       task: The training task.
       points: Percentage points above the reference. Negative: below.
-      section: The section of `benchmarks/README.md` that describes the measurement.
+      section: The section of `docs/measurements.md` that describes the measurement.
       reference: The training that it is compared with.
     """
 

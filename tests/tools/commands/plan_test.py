@@ -290,7 +290,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
             text, r"1\. CanaryStrategy\(\)\n   A step takes 3\d\d\.\d ms, and \d\d% of all batches are trained on"
         )
         self.assertIn(
-            'Accuracy, in points above synchronous training (benchmarks/README.md, "What delay costs"):', text
+            'Accuracy, in points above synchronous training (docs/measurements.md, "What delay costs"):', text
         )
         self.assertIn("perceptron -0.52", text)
         self.assertNotIn("recommended", text)

@@ -1,4 +1,4 @@
-"""Tests that the plan's accuracies are those of the tables in `benchmarks/README.md`."""
+"""Tests that the plan's accuracies are those of the tables in `docs/measurements.md`."""
 
 import pathlib
 import re
@@ -8,14 +8,14 @@ from absl.testing import absltest
 from hop_tf.tools.planning import accuracy, candidates
 from hop_tf.tools.timing import MEASURED_CODECS, Measurement, NetworkCosts, Step
 
-_README = pathlib.Path(__file__).parents[3] / "benchmarks" / "README.md"
+_PAGE = pathlib.Path(__file__).parents[3] / "docs" / "measurements.md"
 # Columns whose titles say more than the task.
 _TITLES = {"MNIST": "MNIST, `--tasks", "CIFAR-10": "CIFAR-10 (20,000 images)"}
 
 
 def _tables(section):
     """The tables of a section, each a list of rows of cells."""
-    text = _README.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    text = _PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
     for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in block.splitlines()]
         yield [row for row in rows if not set("".join(row)) <= set("- ")]

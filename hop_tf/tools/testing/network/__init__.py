@@ -22,8 +22,6 @@ Nothing is visible outside. The namespaces have no names and last as long as the
 process ends with the process that made the network, even if that is killed, and kills every process inside of them.
 
 The network requires root. Without root, `Proxy` is a substitute for TCP. `emulate` takes the one that is available.
-
-`python benchmarks/benchmark_network.py` compares measurements of some networks with their settings.
 """
 
 from __future__ import annotations

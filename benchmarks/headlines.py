@@ -1,0 +1,612 @@
+"""The report's experiments, and the rows and pictures that are made of what they measure. See `report.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+QUICK, SMALL, FULL = "quick", "small", "full"
+SIZES = (QUICK, SMALL, FULL)
+
+
+class Measured(Protocol):
+    """The values that experiments have noted. See `report_page.Measurements`."""
+
+    def __call__(self, experiment: str, quantity: str, case: str) -> np.ndarray: ...
+
+    def all(self, experiment: str, quantity: str) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A run of a benchmark.
+
+    Attributes:
+      name: Name of the experiment.
+      title: Title of its section on the page.
+      script: The benchmark's file.
+      arguments: Its arguments in the small report.
+      full: Further arguments in the full report. A flag that comes twice counts as it comes last.
+      quick: Further arguments in the quick report, or None if the experiment is not in it.
+      sizes: The reports that contain it, "quick" aside.
+      data: Name of the data in `keras.datasets`' folder, or None if it needs none.
+      minutes: About how long it takes in the small report, on two cores.
+    """
+
+    name: str
+    title: str
+    script: str
+    arguments: Sequence[str]
+    full: Sequence[str] = ()
+    quick: Sequence[str] | None = None
+    sizes: Sequence[str] = (SMALL, FULL)
+    data: str | None = None
+    minutes: float = 2.0
+
+    def command(self, size: str) -> list[str] | None:
+        """Returns script and arguments in a report of that size, or None if the experiment is not in it."""
+        if size == QUICK:
+            return None if self.quick is None else [self.script, *self.arguments, *self.quick]
+        if size not in self.sizes:
+            return None
+        return [self.script, *self.arguments, *(self.full if size == FULL else ())]
+
+    @property
+    def missing_data(self) -> pathlib.Path | None:
+        """The folder of data that is missing, or None."""
+        if self.data is None:
+            return None
+        home = os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras"
+        folder = pathlib.Path(home, "datasets", self.data)
+        return None if folder.exists() else folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the page.
+
+    Attributes:
+      name: Name of the row, which the next report finds it by.
+      section: The experiment's section.
+      text: The quantity, in words.
+      value: Called with what was measured. Returns the values of all rounds.
+      at_least: Required value of a quantity that should be large.
+      at_most: Required value of a quantity that should be small.
+      paper: The paper's value, or the published one.
+      why: A sentence for the page if the required value is missed.
+    """
+
+    name: str
+    section: str
+    text: str
+    value: Callable[[Measured], np.ndarray]
+    at_least: float | None = None
+    at_most: float | None = None
+    paper: str = ""
+    why: str = ""
+
+    @property
+    def is_better_high(self) -> bool:
+        return self.at_most is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """Bars, in groups.
+
+    Attributes:
+      name: Name of the file, without its ending.
+      section: The section that shows it.
+      title: The title, with the unit.
+      groups: For each group, by its name, the bars: a label, experiment, quantity and case.
+      is_logarithmic: True for a logarithmic axis.
+    """
+
+    name: str
+    section: str
+    title: str
+    groups: Mapping[str, Sequence[tuple[str, str, str, str]]]
+    is_logarithmic: bool = False
+
+
+_LINKS = {"loopback": "loopback", "1e9": "1 Gbit/s", "1e8": "100 Mbit/s", "1e7": "10 Mbit/s"}
+_TRAINING = ("--experiments=time", "--tasks=digits", "--seeds=0", "--schedule=cosine")
+_STEP = ("--models=perceptron", "--worlds=1,2", "--rounds=3", "--steps=100")
+_STEP_KINDS = "keras,pipe_sgd_k1,dts_4_4,hop,canary,shat,torch,ddp,tf_keras,mirrored"
+_MEMBERS = "--members=mesh/identity,ring/identity,mesh/int8,ring/int8,gloo"
+_KERNELS = "10000000 gaussian"
+_SITES = ("--world_size=2", "--batch_size=96", "--round_trip=0.277", "--step_seconds=0.05", "--link=1e8")
+
+EXPERIMENTS = [
+    Experiment(
+        "step",
+        "A step",
+        "benchmark_step.py",
+        [*_STEP, f"--kinds={_STEP_KINDS}"],
+        full=["--models=perceptron,deep", "--worlds=1,2,4", "--rounds=5"],
+        quick=["--rounds=2", "--steps=60", "--kinds=keras,pipe_sgd_k1,torch,ddp"],
+        minutes=6,
+    ),
+    *(
+        Experiment(
+            f"all-reduce {link}",
+            f"All-reduce, {_LINKS[link]}",
+            "benchmark_allreduce.py",
+            [f"--links={link}", "--world_sizes=4", "--megabytes=25", "--rounds=5", _MEMBERS],
+            full=["--world_sizes=2,4", "--megabytes=1,25,100", "--rounds=9"],
+            quick=["--rounds=3"] if link == "loopback" else None,
+            minutes=1,
+        )
+        for link in ("loopback", "1e9")
+    ),
+    *(
+        Experiment(
+            f"training {link}",
+            f"Whole training without arguments, {_LINKS[link]}",
+            "benchmark_delay.py",
+            [*_TRAINING, f"--link={link}", "--kinds=synchronous,auto,dts_auto,ddp"],
+            full=["--tasks=digits,perceptron,cnn", "--seeds=0,1,2", "--kinds=synchronous,auto,dts_auto,ddp,mirrored"],
+            sizes=(FULL,) if link == "1e7" else (SMALL, FULL),
+            minutes=2 if link == "1e8" else 1,
+        )
+        for link in _LINKS
+    ),
+    Experiment(
+        "sites",
+        "Two sites, 277 ms and 100 Mbit/s",
+        "benchmark_delay.py",
+        [*_TRAINING, *_SITES, "--kinds=synchronous,dts_auto,dts_auto:codec=bits4,diloco:20:9:2"],
+        full=["--tasks=digits,perceptron", "--seeds=0,1,2"],
+        minutes=3,
+    ),
+    Experiment(
+        "slow rank",
+        "One slow rank",
+        "benchmark_delay.py",
+        ["--tasks=digits", "--ranks=slow", "--seeds=0", "--schedule=cosine", "--kinds=synchronous,canary,shat"],
+        full=["--seeds=0,1,2", "--kinds=synchronous,hop,auto,dts_auto,canary,shat"],
+        minutes=3,
+    ),
+    Experiment(
+        "hop",
+        "Hop's mechanisms, 16 ranks on a virtual clock",
+        "benchmark_hop.py",
+        ["--experiments=speedups", "--num_steps=100", "--num_seeds=3", "--topologies=ring_based,double_ring"],
+        full=["--num_steps=200", "--num_seeds=5"],
+        quick=["--topologies=ring_based", "--num_seeds=1"],
+        minutes=1,
+    ),
+    Experiment(
+        "pipe_sgd",
+        "Pipe-SGD, steps of 0.2 s at 100 Mbit/s",
+        "benchmark_pipe_sgd.py",
+        [
+            *("--experiments=timing", "--links=100e6", "--num_values=2000000", "--algorithm=ring"),
+            *("--num_steps=8", "--step_seconds=0.2", "--codecs=int8"),
+        ],
+        full=["--step_seconds=0.1,0.4", "--num_steps=12", "--codecs=truncate16,int8"],
+        minutes=4,
+    ),
+    Experiment(
+        "dts",
+        "DTS, steps of 0.3 s at 100 Mbit/s",
+        "benchmark_dts.py",
+        ["--experiments=scaling", "--links=100e6", "--round_trips=0.277", "--members=synchronous int8,both"],
+        full=["--experiments=scaling,sites", "--links=100e6,10e6", "--round_trips=0,0.277,1"],
+        minutes=2,
+    ),
+    Experiment(
+        "canary",
+        "Canary, traffic and a slow rank",
+        "benchmark_canary.py",
+        ["--experiments=traffic,straggler", "--num_steps=30"],
+        full=["--experiments=traffic,straggler,networks,interfaces"],
+        minutes=4,
+    ),
+    Experiment(
+        "canary training",
+        "Canary, time to accuracy",
+        "benchmark_canary.py",
+        [
+            *("--experiments=accuracy", "--link=20e6", "--accuracy_rows=6000", "--epochs=3", "--target=0.75"),
+            "--kinds=BML,PS,SSP sketch",
+        ],
+        full=["--accuracy_rows=60000", "--epochs=5", "--target=0.85", "--seeds=3"],
+        data="fashion-mnist",
+        minutes=5,
+    ),
+    Experiment(
+        "shat",
+        "SHAT, accuracy",
+        "benchmark_shat.py",
+        [
+            *("--experiments=accuracy", "--models=small", "--methods=asp,shat", "--world_sizes=16", "--decay=cosine"),
+            *("--learning_rates=0.025,0.05", "--seeds=1", "--num_samples=12000", "--epochs=3"),
+        ],
+        full=["--num_samples=60000", "--epochs=5", "--seeds=3", "--learning_rates=0.025,0.05,0.1"],
+        data="fashion-mnist",
+        minutes=4,
+    ),
+    Experiment(
+        "storm",
+        "Ranks that are killed and stopped",
+        "benchmark_storm.py",
+        ["--strategies=pipe_sgd,canary", "--steps=120"],
+        full=["--strategies=pipe_sgd,dts,hop,canary,shat", "--steps=180"],
+        minutes=3,
+    ),
+    Experiment(
+        "kernels",
+        "Kernels on processors",
+        "benchmark_ops.py",
+        ["--sizes=10000000", "--data=gaussian", "--rounds=5"],
+        full=["--sizes=1000000,10000000,100000000", "--rounds=9"],
+        minutes=1,
+    ),
+    Experiment("plan", "Predicted steps", "benchmark_plan.py", ["--num_steps=20"], sizes=(FULL,)),
+    Experiment("memory", "Memory of a rank", "benchmark_memory.py", [], sizes=(FULL,)),
+    Experiment("replay", "Pipe-SGD's own steps that stand in", "benchmark_replay.py", [], sizes=(FULL,)),
+    Experiment("segments", "Pipe-SGD in segments", "benchmark_segments.py", ["--links=1e9"], sizes=(FULL,)),
+    Experiment("records", "Recording", "benchmark_records.py", [], sizes=(FULL,)),
+    Experiment("transport", "The transport", "benchmark_transport.py", [], sizes=(FULL,)),
+    Experiment("long links", "Long links", "benchmark_long_links.py", ["--members=tcp"], sizes=(FULL,)),
+]
+
+
+# Rows.
+
+
+def _ratio(experiment: str, quantity: str, above: str, below: str) -> Callable[[Measured], np.ndarray]:
+    return lambda at: at(experiment, quantity, above) / at(experiment, quantity, below)
+
+
+def _added(at: Measured, case: str, alone: str, quantity: str = "processor_ms") -> np.ndarray:
+    """Returns what a step costs above that of the same library in one process."""
+    return at("step", quantity, f"perceptron {case} 2") - at("step", quantity, f"perceptron {alone} 1")
+
+
+def _best(at: Measured, experiment: str, quantity: str, cases: Sequence[str]) -> np.ndarray:
+    return min((at(experiment, quantity, case) for case in cases), key=np.median)
+
+
+_TO_TARGET, _SECONDS = "seconds to target", "seconds"
+
+ROWS = [
+    Row(
+        "step: processor",
+        "step",
+        "Processor time that being distributed adds to a step, two ranks: DDP's over that of Pipe-SGD with K = 1",
+        lambda at: _added(at, "ddp", "torch") / _added(at, "pipe_sgd_k1", "keras"),
+        at_least=1.0,
+    ),
+    Row(
+        "step: time",
+        "step",
+        "Time that it adds to a step: DDP's over Pipe-SGD's",
+        lambda at: _added(at, "ddp", "torch", "step_ms") / _added(at, "pipe_sgd_k1", "keras", "step_ms"),
+        at_least=1.0,
+    ),
+    *(
+        Row(
+            f"step: {kind}",
+            "step",
+            f"A step of MultiWorkerMirroredStrategy over one of {name}",
+            _ratio("step", "step_ms", "perceptron mirrored 2", f"perceptron {kind} 2"),
+            at_least=1.0,
+        )
+        for kind, name in {"pipe_sgd_k1": "Pipe-SGD", "dts_4_4": "DTS", "hop": "Hop", "canary": "Canary"}.items()
+    ),
+    *(
+        Row(
+            f"all-reduce: float32, {link}",
+            f"all-reduce {link}",
+            f"gloo over the better one of mesh and ring, 25 MiB of float32, four ranks, {_LINKS[link]}",
+            lambda at, link=link: (
+                at(f"all-reduce {link}", "seconds", f"{link} 4 25 gloo")
+                / _best(at, f"all-reduce {link}", "seconds", [f"{link} 4 25 {a}/identity" for a in ("mesh", "ring")])
+            ),
+            at_least=1.0,
+        )
+        for link in ("loopback", "1e9")
+    ),
+    Row(
+        "all-reduce: int8, 1e9",
+        "all-reduce 1e9",
+        "gloo's float32 over the better one of mesh and ring with int8",
+        lambda at: (
+            at("all-reduce 1e9", "seconds", "1e9 4 25 gloo")
+            / _best(at, "all-reduce 1e9", "seconds", [f"1e9 4 25 {a}/int8" for a in ("mesh", "ring")])
+        ),
+        at_least=3.6,
+    ),
+    *(
+        Row(
+            f"training: {kind}, {link}",
+            f"training {link}",
+            f"Whole training of three ranks, {_LINKS[link]}: DDP's seconds over those of `{call}`",
+            _ratio(f"training {link}", _SECONDS, "digits ddp", f"digits {kind}"),
+            at_least=required,
+        )
+        for link, required in {"loopback": 1.0, "1e9": 1.0, "1e8": 2.0, "1e7": 2.5}.items()
+        for kind, call in {"auto": "PipeSGDStrategy()", "dts_auto": "DTSStrategy()"}.items()
+    ),
+    Row(
+        "training: target",
+        "training 1e8",
+        "Seconds to 98 % of synchronous accuracy, 100 Mbit/s: DDP's over the better one's of `PipeSGDStrategy()` and "
+        "`DTSStrategy()`",
+        lambda at: (
+            at("training 1e8", _TO_TARGET, "digits ddp")
+            / _best(at, "training 1e8", _TO_TARGET, ["digits auto", "digits dts_auto"])
+        ),
+        at_least=2.5,
+    ),
+    Row(
+        "sites: synchronous",
+        "sites",
+        "Seconds to 98 % of synchronous accuracy: synchronous training's over those of `DTSStrategy()`",
+        _ratio("sites", _TO_TARGET, "digits synchronous", "digits dts_auto"),
+        at_least=2.0,
+        paper="90 times the throughput of synchronous training (0.72 to 0.008), 4 sites",
+    ),
+    Row(
+        "sites: torchft",
+        "sites",
+        "Seconds in all: those of torchft's DiLoCo (two fragments) over those of `DTSStrategy()`",
+        _ratio("sites", _SECONDS, "digits diloco:20:9:2", "digits dts_auto"),
+        at_least=1.0,
+    ),
+    *(
+        Row(
+            f"slow rank: {kind}",
+            "slow rank",
+            f"One of three ranks ten times slower: seconds of synchronous training over those of {name}",
+            _ratio(
+                "slow rank",
+                _SECONDS,
+                "digits, sgd, ranks slow, shards identical, synchronous",
+                f"digits, sgd, ranks slow, shards identical, {kind}",
+            ),
+            at_least=2.0,
+        )
+        for kind, name in {"canary": "Canary", "shat": "SHAT"}.items()
+    ),
+    Row(
+        "hop: backup",
+        "hop",
+        "One backup worker over the standard form, random slowdowns, serial order, double ring",
+        lambda at: at("hop", "speedup", "double_ring, random, serial, backup 1"),
+        at_least=1.6,
+        paper="1.81",
+    ),
+    Row(
+        "hop: all",
+        "hop",
+        "All mechanisms over the standard form, the same",
+        lambda at: at("hop", "speedup", "double_ring, random, serial, hybrid, skip"),
+        at_least=1.81,
+    ),
+    Row(
+        "hop: jumps",
+        "hop",
+        "Jumps of up to ten iterations over the standard form, one rank four times slower, ring-based graph",
+        lambda at: at("hop", "speedup", "ring_based, straggler, parallel, backup 1, skip 10"),
+        at_least=2.0,
+        paper="more than 2",
+    ),
+    Row(
+        "hop: undisturbed",
+        "hop",
+        "An iteration there over one without a slow rank",
+        _ratio(
+            "hop",
+            "speedup",
+            "ring_based, straggler, parallel, homogeneous",
+            "ring_based, straggler, parallel, backup 1, skip 10",
+        ),
+        at_most=1.1,
+        paper="1.1",
+    ),
+    Row(
+        "pipe_sgd: D-Sync",
+        "pipe_sgd",
+        "A step of D-Sync over one of Pipe-SGD with int8, four hosts",
+        _ratio("pipe_sgd", "step seconds", "D-Sync, 100e6, 0.2", "Pipe-SGD int8, 100e6, 0.2"),
+        at_least=2.0,
+        paper="2.0 to 3.2",
+    ),
+    Row(
+        "pipe_sgd: PS-Sync",
+        "pipe_sgd",
+        "A step of PS-Sync over it",
+        _ratio("pipe_sgd", "step seconds", "PS-Sync, 100e6, 0.2", "Pipe-SGD int8, 100e6, 0.2"),
+        at_least=4.0,
+        paper="4.0 to 5.4",
+    ),
+    Row(
+        "dts: efficiency",
+        "dts",
+        "Scaling efficiency of four ranks with D = 20, p = 12, round trips of 277 ms",
+        lambda at: at("dts", "scaling: efficiency", "both, 100e6, 0.277"),
+        at_least=0.9,
+        paper="0.72",
+    ),
+    Row(
+        "dts: speedup",
+        "dts",
+        "A step of synchronous training with int8 over one of DTS",
+        _ratio("dts", "scaling: step seconds", "synchronous int8, 100e6, 0.277", "both, 100e6, 0.277"),
+        at_least=2.0,
+        paper="90, over synchronous training without a codec",
+    ),
+    Row(
+        "canary: traffic",
+        "canary",
+        "Bytes that a rank sends in a step, with sketches, over those of float32",
+        lambda at: at("canary", "traffic: share of float32", "SSP sketch"),
+        at_most=0.27,
+        paper="0.44",
+    ),
+    Row(
+        "canary: straggler",
+        "canary",
+        "Steps a second of the other ranks beside one that is ten times slower, over those without it",
+        lambda at: at("canary", "straggler: ratio", "SSP sketch"),
+        at_least=0.95,
+    ),
+    Row(
+        "canary: BML",
+        "canary training",
+        "Seconds to the target: those of BML over those of Canary, 20 Mbit/s",
+        lambda at: at("canary training", "accuracy: over SSP sketch", "BML bcube:2,2"),
+        at_least=1.6,
+        paper="1.61",
+    ),
+    Row(
+        "canary: PS",
+        "canary training",
+        "The same of a parameter server",
+        lambda at: at("canary training", "accuracy: over SSP sketch", "PS"),
+        at_least=2.8,
+        paper="2.84",
+    ),
+    Row(
+        "shat: accuracy",
+        "shat",
+        "Points of accuracy above ASP, 16 workers, each with its best learning rate",
+        lambda at: (
+            100 * (at("shat", "accuracy", "small, 16 workers, shat") - at("shat", "accuracy", "small, 16 workers, asp"))
+        ),
+        at_least=0.0,
+        paper="5.22",
+    ),
+    *(
+        Row(
+            f"storm: {kind}",
+            "storm",
+            f"Rows a second of {name} in a storm of kills and stops, over those without",
+            lambda at, kind=kind: at("storm", "kept", kind),
+            at_least=0.95,
+        )
+        for kind, name in {"pipe_sgd": "Pipe-SGD", "canary": "Canary"}.items()
+    ),
+]
+
+ROWS += [
+    *(
+        Row(
+            f"kernels: {kernel}",
+            "kernels",
+            f"{kernel}, one thread: nanoseconds a value over those of a copy",
+            _ratio("kernels", "ns per value", f"{_KERNELS} {kernel}, 1 thread", f"{_KERNELS} copy"),
+            at_most=limit,
+        )
+        for kernel, limit in {"sketch encode": 2.0, "sketch accumulate": 1.5, "int8 encode": 1.5}.items()
+    ),
+    Row(
+        "kernels: peer",
+        "kernels",
+        "Nanoseconds a value of `numpy.quantile` for 256 quantiles over those of a sketch",
+        _ratio(
+            "kernels", "ns per value", "10000000 gaussian numpy.quantile", "10000000 gaussian sketch encode, 1 thread"
+        ),
+        at_least=10.0,
+    ),
+    *(
+        Row(
+            f"memory: {case}",
+            "memory",
+            f"Vectors of parameters above a world of one, {case}, the largest of all ranks",
+            lambda at, case=case: np.max(at("memory", "vectors", case), keepdims=True),
+            at_most=limit,
+        )
+        for case, limit in {"lock step": 6.0, "directed ring, rank 1 is slow": 9.0}.items()
+    ),
+    Row(
+        "replay",
+        "replay",
+        "A step with own steps that stand in over one with as many updates, momentum, K = 2",
+        lambda at: at("replay", "replay over K updates", "momentum, K = 2"),
+        at_most=1.03,
+    ),
+    Row(
+        "segments",
+        "segments",
+        "A step in one segment over one in four, 1 Gbit/s",
+        _ratio("segments", "step seconds", "K = 1, L = 1, 1e9", "K = 1, L = 4, 1e9"),
+        at_least=1.1,
+    ),
+    Row(
+        "records",
+        "records",
+        "Microseconds of a processor that recording adds to a step of 5 ms",
+        lambda at: at("records", "microseconds of a processor", "in all"),
+        at_most=50.0,
+    ),
+    Row(
+        "transport",
+        "transport",
+        "Messages of 1 MiB one way: GB/s over those of a bare socket",
+        _ratio("transport", "GB/s one way", "1048576 tcp", "1048576 socket"),
+        at_least=0.8,
+    ),
+    Row(
+        "long links",
+        "long links",
+        "Percent of what TCP can carry, 277 ms and 100 Mbit/s, messages over several lanes",
+        lambda at: at("long links", "share in percent", "1e8:0.277, tcp, spread"),
+        at_least=90.0,
+    ),
+    Row(
+        "plan",
+        "plan",
+        "The largest relative error of predicted steps",
+        lambda at: np.max(np.abs(at.all("plan", "predicted over measured") - 1), keepdims=True),
+        at_most=0.2,
+    ),
+]
+
+_CALLS = {
+    "DDP (PyTorch, gloo)": "ddp",
+    "synchronous": "synchronous",
+    "PipeSGDStrategy()": "auto",
+    "DTSStrategy()": "dts_auto",
+}
+PICTURES = [
+    Picture(
+        "training",
+        "training 1e8",
+        "Seconds for a training of three ranks, without arguments",
+        {
+            name: [(label, f"training {link}", _SECONDS, f"digits {kind}") for label, kind in _CALLS.items()]
+            for link, name in _LINKS.items()
+        },
+        is_logarithmic=True,
+    ),
+    Picture(
+        "step",
+        "step",
+        "Processor time of a rank for a step, two ranks, ms",
+        {
+            "": [
+                (label, "step", "processor_ms", f"perceptron {kind}")
+                for label, kind in {
+                    "Keras, one process": "keras 1",
+                    "Pipe-SGD, K = 1": "pipe_sgd_k1 2",
+                    "DTS, D = 4, p = 4": "dts_4_4 2",
+                    "Hop": "hop 2",
+                    "Canary": "canary 2",
+                    "SHAT, a worker": "shat 2",
+                    "PyTorch, one process": "torch 1",
+                    "DDP (PyTorch, gloo)": "ddp 2",
+                    "MultiWorkerMirroredStrategy": "mirrored 2",
+                }.items()
+            ]
+        },
+    ),
+]

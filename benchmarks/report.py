@@ -1,0 +1,191 @@
+"""Measures the headlines, and writes docs/results.md with its pictures: `make report`.
+
+    python benchmarks/report.py                  # half an hour on two cores that have nothing else to do
+    python benchmarks/report.py --size=full      # hours
+    python benchmarks/report.py --size=quick     # five minutes; writes no page, fails if a row is worse than on it
+
+Every experiment is a benchmark of this folder, in a process of its own. `headlines.py` has the list. What was measured
+stays in --output (by default build/report). After an interruption, the next call with the same commit goes on with the
+next experiment.
+
+A value is the median over rounds, and its spread half the distance between the largest and the smallest one. A value
+that was measured once counts as 10 % wide. The page marks what misses its required value, and names what is worse than
+in the report before by more than both spreads. Other libraries take part if they are installed, and data if it is
+there (KERAS_HOME names its folder); otherwise their rows say "not measured". Emulated networks need root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import headlines
+import psutil
+import report_page
+import results
+from absl import app, flags
+from headlines import Experiment
+from report_page import Measurements, Report, Value
+
+_SIZE = flags.DEFINE_enum("size", headlines.SMALL, headlines.SIZES, "How much is measured.")
+_ONLY = flags.DEFINE_list("only", None, "Only these experiments.")
+_DOCS = flags.DEFINE_string("docs", None, "The folder of the page. Default: docs of this checkout.")
+_TIMEOUT_MINUTES = flags.DEFINE_float("timeout_minutes", 15.0, "Limit of an experiment of the small report.")
+
+_BENCHMARKS = pathlib.Path(__file__).parent
+_PACKAGES = ("tensorflow", "tensorflow_cpu", "keras", "numpy", "torch", "torchft", "tf_keras")
+_PEERS = ("torch", "torchft", "tf_keras")
+_FULL_TIMES = 20  # How much longer an experiment of the full report may take.
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", _BENCHMARKS, *arguments], capture_output=True, text=True).stdout.strip()
+
+    return git("rev-parse", "--short=12", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
+
+
+def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | None:
+    """Runs an experiment, unless it has ended before. Returns the reason if it has failed."""
+    done, command = folder / "done.json", experiment.command(_SIZE.value)
+    key = {"commit": commit, "command": command}
+    if done.exists() and json.loads(done.read_text()) == key:
+        print(f"{experiment.name}: measured before", flush=True)
+        return None
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    script, *arguments = command
+    minutes = _TIMEOUT_MINUTES.value * (_FULL_TIMES if _SIZE.value == headlines.FULL else 1)
+    with open(folder / "log.txt", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, _BENCHMARKS / script, *arguments, f"--output={folder}"],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(60 * minutes)
+        except subprocess.TimeoutExpired:
+            return f"It took more than {minutes:g} minutes."
+        finally:
+            _end(process)
+    if code:
+        return f"It ended with exit code {code}; {folder}/log.txt has its output."
+    done.write_text(json.dumps(key))
+    return None
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a process and its children, if it still runs."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for each in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.wait()
+
+
+def _measure(experiments: Sequence[Experiment], commit: str) -> tuple[Measurements, dict[str, str]]:
+    """Runs all experiments. Returns what they measured, and the problems by the experiments' names."""
+    output = results.OUTPUT.value or _BENCHMARKS.parent / "build" / "report"
+    problems: dict[str, str] = {}
+    folders = {}
+    begin = time.monotonic()
+    for number, experiment in enumerate(experiments, start=1):
+        folder = pathlib.Path(output, _SIZE.value, experiment.name.replace(" ", "_")).resolve()
+        folders[experiment.name] = folder
+        minutes = (time.monotonic() - begin) / 60
+        print(f"[{number}/{len(experiments)}, {minutes:.0f} min] {experiment.name}", flush=True)
+        if experiment.missing_data is not None:
+            problem = f"It needs data that is not here: {experiment.missing_data}."
+        else:
+            problem = _run(experiment, folder, commit)
+        if problem is not None:
+            print(f"  {problem}", flush=True)
+            problems[experiment.name] = problem
+    return Measurements(folders), problems
+
+
+def _facts(commit: str) -> list[str]:
+    versions = []
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    memory = psutil.virtual_memory().total / 2**30
+    missing = [package for package in _PEERS if importlib.util.find_spec(package) is None]
+    return [
+        f"Made by `make report` on {datetime.date.today()}, of commit {commit}, size {_SIZE.value}.",
+        f"{psutil.cpu_count()} processors ({platform.machine()}), {memory:.0f} GiB, {platform.system()}, Python "
+        f"{platform.python_version()}, {', '.join(versions)}.",
+        *([f"Not installed, so that their rows are empty: {', '.join(missing)}."] if missing else []),
+        "",
+        "A value is the median over rounds. The spread is half the distance between the largest and the smallest one,",
+        "or 10 % of a value that was measured once. `results.json` beside this page has all values.",
+    ]
+
+
+def _values_before(path: pathlib.Path) -> dict[str, Value]:
+    if not path.exists():
+        return {}
+    return {name: Value(**each) for name, each in json.loads(path.read_text())["rows"].items()}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures, and writes or compares."""
+    del argv
+    commit = _commit()
+    docs = pathlib.Path(_DOCS.value) if _DOCS.value else _BENCHMARKS.parent / "docs"
+    experiments = [
+        each
+        for each in headlines.EXPERIMENTS
+        if each.command(_SIZE.value) is not None and (_ONLY.value is None or each.name in _ONLY.value)
+    ]
+    measurements, problems = _measure(experiments, commit)
+    names = {experiment.name for experiment in experiments}
+    rows = [row for row in headlines.ROWS if row.section in names]
+    values = {row.name: value for row in rows if (value := measurements.value(row)) is not None}
+    report = Report(_SIZE.value, experiments, rows, values, _values_before(docs / "results.json"), problems)
+    if _SIZE.value == headlines.QUICK:
+        _compare(report)
+    else:
+        _write(report, measurements, commit, docs)
+
+
+def _write(report: Report, measurements: Measurements, commit: str, docs: pathlib.Path) -> None:
+    docs.mkdir(parents=True, exist_ok=True)
+    drawn = [each.name for each in headlines.PICTURES if report_page.draw(each, measurements, docs / "pictures")]
+    (docs / "results.md").write_text(report.page(_facts(commit), drawn))
+    raw = {
+        "commit": commit,
+        "size": report.size,
+        "rows": {name: vars(value) for name, value in report.values.items()},
+        "measurements": measurements.to_json(),
+    }
+    (docs / "results.json").write_text(json.dumps(raw, indent=1) + "\n")
+    print(docs / "results.md")
+
+
+def _compare(report: Report) -> None:
+    """Prints the rows beside those of the page. Exits with 1 if one is worse, or if an experiment has failed."""
+    worse = {row.name for row in report.worse}
+    for row in report.rows:
+        now, before = (each.get(row.name, "") for each in (report.values, report.before))
+        print(f"{now!s:>16}   before {before!s:>16}   {'WORSE ' if row.name in worse else ''}{row.text}", flush=True)
+    if worse or report.problems:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    app.run(main)
