@@ -36,7 +36,8 @@ Kinds, --kinds: labels of a strategy with, behind colons, arguments of its const
                                  lossless over a mesh, unless others are given, with K = 2, or D = 4 and p = 4
   ddp, mirrored                  PyTorch and tf_keras, in time only
   diloco:p:D:P                   torchft's DiLoCo, in time only: P fragments, each sent every p steps, D steps early
-Ranks, --ranks: with "slow" the last rank is ten times slower than the others, whose computation is emulated: asleep.
+Ranks, --ranks: with "slow" the last rank is ten times slower than the others, with "random" every rank is six times
+slower in one of n steps. Computation is then emulated: asleep.
 Shards, --shards: with "skewed" each rank has its own classes (files, in transformer), and draws from them only.
 """
 
@@ -76,13 +77,13 @@ _KINDS = [
     "canary:bsp",
     "shat",
 ]
-_ALIKE, _SLOW = "alike", "slow"
+_ALIKE, _SLOW, _RANDOM = "alike", "slow", "random"
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["accuracy"], "What to run: accuracy, time.")
 _TASKS = flags.DEFINE_list("tasks", ["perceptron", "cnn", "resnet", "transformer"], "What is trained.")
 _KINDS_USED = flags.DEFINE_list("kinds", None, f"How. Default: {','.join(_KINDS)}; in time ddp and mirrored, too.")
 _OPTIMIZERS = flags.DEFINE_list("optimizers", ["sgd"], "sgd (momentum 0.9), adamw, muon.")
-_RANKS = flags.DEFINE_list("ranks", [_ALIKE], "alike, slow.")
+_RANKS = flags.DEFINE_list("ranks", [_ALIKE], "alike, slow, random.")
 _SHARDS = flags.DEFINE_list("shards", [delay_tasks.IDENTICAL], "identical, skewed.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each is a training of each kind.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 3, "Ranks.", lower_bound=2)
@@ -97,7 +98,7 @@ _SCHEDULE = flags.DEFINE_enum(
     "schedule", delay_ranks.CONSTANT, delay_ranks.SCHEDULES, "Of the learning rate; a cosine ends at 0."
 )
 _STEP_SECONDS = flags.DEFINE_float(
-    "step_seconds", None, "Emulated computation of a step. Default: 0.05 where a rank is slow, else none."
+    "step_seconds", None, "Emulated computation of a step. Default: 0.05 if ranks are slow, else none."
 )
 _CIFAR10 = flags.DEFINE_string(
     "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
@@ -108,7 +109,7 @@ _TARGET = flags.DEFINE_float("target", 0.98, "Of time: the share of synchronous 
 _EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 5, "Of time: steps between evaluations.", lower_bound=1)
 _TIMEOUT_SECONDS = flags.DEFINE_float("timeout_seconds", 3600.0, "How long a training may take.")
 
-_SLOWDOWN = 10
+_SLOWDOWN, _RANDOM_SLOWDOWN = 10, 6
 _SLOW_STEP_SECONDS = 0.05
 _TIME_TEST_ROWS = 2000  # Each training is evaluated dozens of times there.
 _FAILED = Trained(accuracy=np.nan, loss=np.nan, seconds=np.nan)
@@ -164,12 +165,15 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
         "seed": seed,
         "world_size": world_size,
         "evaluate_every": evaluate_every,
-        "step_seconds": step_seconds,
     }
     environment = {}
     if step_seconds:
-        slowdowns = (Slowdown(rank=world_size - 1, factor=_SLOWDOWN),) if setting.ranks == _SLOW else ()
-        environment = ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns).to_environment()
+        slowdowns = {
+            _ALIKE: (),
+            _SLOW: (Slowdown(rank=world_size - 1, factor=_SLOWDOWN),),
+            _RANDOM: (Slowdown(rank=None, factor=_RANDOM_SLOWDOWN),),
+        }[setting.ranks]
+        environment = ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns, seed=seed).to_environment()
     num_servers = 0 if delay_peers.package_of(kind) else delay_ranks.parse_kind(kind).num_servers
     try:
         return ranks.run(
@@ -196,7 +200,7 @@ def _learning_rate(setting: Setting) -> float:
 def _step_seconds(setting: Setting) -> float:
     if _STEP_SECONDS.value is not None:
         return _STEP_SECONDS.value
-    return _SLOW_STEP_SECONDS if setting.ranks == _SLOW else 0.0
+    return 0.0 if setting.ranks == _ALIKE else _SLOW_STEP_SECONDS
 
 
 def _settings(tasks: Sequence[str], all_ranks: Sequence[str]) -> list[Setting]:
@@ -274,7 +278,7 @@ def _run_time() -> None:
         return
     found: _Found = {}
     tasks = [name for name in _TASKS.value if delay_tasks.TASKS[name].has_peers]
-    settings, kinds = _settings(tasks, [_ALIKE]), _kinds_of_time()
+    settings, kinds = _settings(tasks, _RANKS.value), _kinds_of_time()
     for setting in settings:
         print(f"\ntime: {_title(setting)}, link: {_LINK.value}")
         titles = f"{'step ms':>8} {'s in all':>9} {'accuracy':>9} {'s to it':>8} {'std. error':>11} {'times':>6}"
@@ -323,7 +327,7 @@ def _print_time(found: _Found, setting: Setting, kind: str) -> None:
     )
     noted = {"seconds": in_all, "seconds to target": to_target, "accuracy": accuracies}
     for quantity, values in noted.items():
-        results.note(quantity, f"{setting.task} {kind}", values)
+        results.note(quantity, f"{setting.task}, {setting.ranks}, {kind}", values)
 
 
 _RUN: dict[str, Callable[[], None]] = {"accuracy": _run_accuracy, "time": _run_time}
@@ -335,7 +339,7 @@ def _check_flags() -> None:
         "experiments": _RUN,
         "tasks": delay_tasks.TASKS,
         "optimizers": delay_ranks.OPTIMIZERS,
-        "ranks": (_ALIKE, _SLOW),
+        "ranks": (_ALIKE, _SLOW, _RANDOM),
         "shards": (delay_tasks.IDENTICAL, delay_tasks.SKEWED),
     }
     for name, values in allowed.items():

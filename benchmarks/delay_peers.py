@@ -1,6 +1,7 @@
 """Other libraries that train the tasks of `benchmark_delay.py` synchronously: the same weights, the same batches.
 
-If computation is emulated, they sleep for that time before each step, in addition to their own computation.
+If computation is emulated, they sleep for the rest of a step's time. PyTorch's ranks sleep between the two passes, as
+if the backward pass took twice as long as the forward pass. Ranks of tf_keras sleep for the whole time.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import delay_ranks
@@ -19,7 +21,10 @@ import keras
 import numpy as np
 import peers
 
+from hop_tf.tools.emulation import ComputeEmulation
+
 DDP, MIRRORED, DILOCO = "ddp", "mirrored", "diloco"
+_PASSES = 3  # A backward pass takes as long as two forward passes.
 _PACKAGES = {DDP: "torch", MIRRORED: "tf_keras", DILOCO: "torchft"}
 KINDS = list(_PACKAGES)
 
@@ -42,6 +47,12 @@ def train(case: Mapping, rank: int) -> delay_ranks.Trained:
     """Trains by DistributedDataParallel over gloo, MultiWorkerMirroredStrategy, or torchft's DiLoCo."""
     trains = {DDP: _train_ddp, MIRRORED: _train_mirrored, DILOCO: _train_diloco}
     return trains[_name_of(case["kind"])](case, rank)
+
+
+def _step_durations(case: Mapping, rank: int) -> Iterator[float]:
+    """Returns the least duration of each step of a rank."""
+    emulation = ComputeEmulation.from_environment(os.environ)
+    return itertools.repeat(0.0) if emulation is None else emulation.step_durations(rank, case["world_size"])
 
 
 def _own(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:
@@ -78,8 +89,9 @@ def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
         model.set_weights(template.get_weights())
         model.compile(delay_ranks.make_optimizer(tf_keras, case, len(rows)), "sparse_categorical_crossentropy")
     clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
+    durations = _step_durations(case, rank)
     note = tf_keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: time.sleep(case["step_seconds"]),
+        on_train_batch_begin=lambda batch, logs: time.sleep(next(durations)),
         on_train_batch_end=lambda batch, logs: clock.step(model.get_weights),
     )
     own = delay_tasks.batches(data, _own(rows, rank, len(workers)), False, case["seed"])
@@ -148,10 +160,13 @@ def _train_torch(torch: Any, case: Mapping, rank: int, distribute: Callable[[Any
         return [parameter.detach().numpy().copy() for parameter in network.parameters()]
 
     clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
+    durations = _step_durations(case, rank)
     for chosen in torch.from_numpy(_own(rows, rank, case["world_size"])):
-        time.sleep(case["step_seconds"])
+        begin = time.monotonic()
         optimizer.zero_grad()
-        loss_of(model(x[chosen]), y[chosen].long()).backward()
+        loss = loss_of(model(x[chosen]), y[chosen].long())
+        time.sleep(max(0.0, next(durations) - _PASSES * (time.monotonic() - begin)))
+        loss.backward()
         optimizer.step()
         schedule.step()
         clock.step(get_weights)

@@ -2,8 +2,7 @@
 
 A case has the arguments of a training, all of which JSON can hold: `task`, `cifar10`, `num_rows`, `test_rows`,
 `epochs`, `batch_size`, `shards`, `optimizer`, `learning_rate`, `schedule`, `kind`, `seed`; `world_size` (without
-servers); `evaluate_every` (steps between two evaluations, or None); `step_seconds` (emulated computation, for other
-libraries); and the entries that `ranks.run` adds.
+servers); `evaluate_every` (steps between two evaluations, or None); and the entries that `ranks.run` adds.
 """
 
 from __future__ import annotations
