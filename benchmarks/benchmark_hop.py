@@ -9,8 +9,6 @@ busy share is printed: figures from a machine that was busy all the time mean li
 
 random     Every rank is 6 times slower with probability 1/n in each step (Figures 12 and 14 to 17): standard, one
            backup worker, staleness 5, both, both with jumps; on ring_based, and with --topologies on other graphs.
-server     A synchronous parameter server, `SHATParameterServerStrategy(consistency="bsp")`, and the standard form on
-           ring_based, with and without these slowdowns (Figure 13).
 straggler  One rank is always 4 times slower (Figures 18 and 19): standard, one backup worker, jumps of up to 2 and 10.
 death      One of 8 workers is killed and restarted, with one backup worker: the others' speed from the death on,
            relative to a run without; the time that the worker takes to join; and the final accuracy of its own model.
@@ -21,21 +19,9 @@ iteration on ranks that are not slow themselves; the loss when the fastest run h
 over ranks; and the accuracy of the averaged model at the end. Times count from the first 5 steps of the first rank:
 before, graphs are traced.
 
-The following experiments run on the virtual clock of `hop_tf.simulate`, and only on request:
-
-accuracy   `random` and `straggler` with real gradients in simulated ranks, so that there is time for --num_steps=1500;
-           the accuracy of the averaged model, means over --num_seeds seeds, and the difference to the homogeneous
-           runs.
-learning   `random`, on --topologies, with an unchanged learning rate: loss and accuracy of the averaged model on the
-           test data when the fastest run has ended, and when a quarter and half of that time are over.
-machines   The same for 8 workers on 3 machines (Figures 20 and 21), standard form: all-to-all inside a machine and a
-           ring between machines, of one rank each, or of as many as possible; and ring_based over all. An update keeps
-           a machine's link busy for each of --update_shares of a step. All edges that leave or enter the machine share
-           the link.
-speedups   Iterations per second of all mechanisms over those of the standard form, with the slowdowns of `random` and
-           `straggler`; with those of `random` also in the paper's serial order.
-slow_link  A slow link instead of a slow rank: from rank 0 to rank 1 an update takes each of --slow_links steps.
-           Iterations per second of all mechanisms, compared with those with one rank that is 4 times slower.
+speedups   Iterations per second of all mechanisms over those of the standard form, on the virtual clock of
+           `hop_tf.simulate`, with the slowdowns of `random` and `straggler`; with those of `random` also in the paper's
+           serial order.
 
 Task cnn: a small convolutional network on Fashion-MNIST, from `keras.datasets` (which KERAS_HOME may hold already).
 Task svm: a linear model with log loss on a9a, a LIBSVM file.
@@ -43,16 +29,13 @@ Task svm: a linear model with log loss on a9a, a LIBSVM file.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import hop_accuracy
 import keras
-import networkx as nx
 import numpy as np
 import psutil
 import results
@@ -64,21 +47,19 @@ from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 from hop_tf.tools.testing import MultiProcessRunner
 from hop_tf.topology import Topology, resolve
 
-_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "server", "straggler", "death"], "What to run.")
-_TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of `random`, `learning` and `slow_link`.")
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["random", "straggler", "death", "speedups"], "What to run.")
+_TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs of `random` and `speedups`.")
 _RUNS = flags.DEFINE_list("runs", None, "Only these of each experiment, by their labels: homogeneous,standard.")
 _TASK = flags.DEFINE_enum("task", "cnn", ["cnn", "svm"], "What is trained.")
-_NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `machines` and `death`.", lower_bound=4)
+_NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks, except in `death`.", lower_bound=4)
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank; a multiple of 5.", lower_bound=20)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows that a rank takes in a step.", lower_bound=1)
 _STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of the random slowdowns.")
-_NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Trainings of each kind in `accuracy`.", lower_bound=1)
-_UPDATE_SHARES = flags.DEFINE_list("update_shares", ["0", "0.3", "1"], "Of `machines`.")
-_SLOW_LINKS = flags.DEFINE_list("slow_links", ["1", "2", "4", "8"], "Of `slow_link`.")
+_NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Seeds of the slowdowns in `speedups`.", lower_bound=1)
 _A9A = flags.DEFINE_string("a9a", None, "The file a9a, for --task=svm.")
 
-_NAMES = ("random", "server", "straggler", "death", "accuracy", "learning", "machines", "speedups", "slow_link")
+_NAMES = ("random", "straggler", "death", "speedups")
 _HOMOGENEOUS = "homogeneous"
 _STANDARD = "standard"  # The reference for an experiment's other runs.
 _STEPS_PER_POINT = 5  # Steps between two points of a curve.
@@ -99,15 +80,6 @@ _FOR_A_STRAGGLER = {
     "backup 1, skip 10": {"num_backup_workers": 1, "skip": _SKIP(max_jump=10)},
 }
 _VICTIM = 3
-_NOTIFY_ACK = {"synchronization": "notify_ack"}
-_MACHINES = tuple("aaaabbcc")  # Of Figure 21: 8 workers on 3 machines. Only so do its spectral gaps come out.
-_INSIDE = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (4, 5), (6, 7)]
-_GRAPHS = {
-    "(a) ring_based": Topology.ring_based(len(_MACHINES)),
-    "(b) ring of one each": Topology.from_networkx(nx.Graph([*_INSIDE, (0, 4), (0, 6), (4, 6)])),
-    "(c) hierarchical": Topology.hierarchical(_MACHINES),
-}
-_HEADER_BYTES = 24  # Longer messages are updates.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +92,6 @@ class Run:
       topology: The graph.
       slowdowns: Slowdowns of ranks.
       settings: Arguments of `HopStrategy`.
-      has_server: True if a parameter server replaces the graph, except in the simulation.
-      sending_seconds: Argument of `hop_tf.simulate.hop`.
     """
 
     experiment: str
@@ -129,8 +99,6 @@ class Run:
     topology: Topology
     slowdowns: tuple[Slowdown, ...]
     settings: Mapping
-    has_server: bool = False
-    sending_seconds: Callable[[int, int, int], float] | None = None
 
     @property
     def compute(self) -> ComputeEmulation:
@@ -145,35 +113,11 @@ def _runs(experiments: Collection[str]) -> Iterator[Run]:
             yield Run(f"random {name}", "homogeneous", topology, (), {})
             for label, settings in _MECHANISMS.items():
                 yield Run(f"random {name}", label, topology, (Slowdown(None, 6.0),), settings)
-    if "server" in experiments:
-        ring_based, everybody = resolve("ring_based", num_workers), resolve("complete", num_workers)
-        for label, slowdowns in {"homogeneous": (), "standard": (Slowdown(None, 6.0),)}.items():
-            yield Run("server", label, ring_based, slowdowns, {})
-            # The simulation replaces a server by ranks that all wait for the steps of all.
-            yield Run("server", f"server, {label}", everybody, slowdowns, {"update_order": "serial"}, has_server=True)
     if "straggler" in experiments:
         topology = resolve("ring_based", num_workers)
         yield Run("straggler", "homogeneous", topology, (), {})
         for label, settings in _FOR_A_STRAGGLER.items():
             yield Run("straggler", label, topology, (Slowdown(num_workers // 3, 4.0),), settings)
-    if "machines" in experiments:
-        for share in map(float, _UPDATE_SHARES.value):
-            for label, topology in _GRAPHS.items():
-                busy = _shared_links(topology, share * _STEP_SECONDS.value)
-                yield Run(f"machines, updates of {share:g} steps", label, topology, (), {}, sending_seconds=busy)
-
-
-def _shared_links(topology: Topology, update_seconds: float) -> Callable[[int, int, int], float]:
-    """Returns `sending_seconds` of machines whose links carry one update after the other, in `update_seconds` each."""
-    crossing = [(a, b) for a, b in topology.to_networkx().edges if _MACHINES[a] != _MACHINES[b]]
-    num_leaving = collections.Counter(_MACHINES[a] for a, _ in crossing)  # As many enter.
-
-    def sending_seconds(sender: int, receiver: int, num_bytes: int) -> float:
-        a, b = _MACHINES[sender], _MACHINES[receiver]
-        is_free = a == b or num_bytes <= _HEADER_BYTES
-        return 0.0 if is_free else update_seconds * max(num_leaving[a], num_leaving[b])
-
-    return sending_seconds
 
 
 def _grouped(experiments: Collection[str]) -> Iterator[list[Run]]:
@@ -188,13 +132,13 @@ def _grouped(experiments: Collection[str]) -> Iterator[list[Run]]:
 def _train(
     task: str,
     a9a: str | None,
-    matrix: np.ndarray | None,
+    matrix: np.ndarray,
     settings: Mapping,
     environment: Mapping,
     num_steps: int,
     batch_size: int,
 ) -> tuple[np.ndarray, float | None, float | None]:
-    """Trains one rank, with a parameter server if there is no matrix.
+    """Trains one rank.
 
     Returns:
       The rank's curve [points, (seconds since the epoch, steps, loss)]; the accuracy of its own model, on the chief and
@@ -203,10 +147,7 @@ def _train(
     os.environ.update(environment)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     keras.utils.set_random_seed(0)
-    if matrix is None:
-        strategy = hop_tf.SHATParameterServerStrategy(consistency="bsp")
-    else:
-        strategy = hop_tf.HopStrategy(topology=matrix, **settings)
+    strategy = hop_tf.HopStrategy(topology=matrix, **settings)
     (x, y), test = _load(task, a9a)
     with strategy.scope():
         model = _MODELS[task]()
@@ -309,7 +250,7 @@ def _start(run: Run) -> MultiProcessRunner:
     arguments = (
         _TASK.value,
         _A9A.value,
-        None if run.has_server else run.topology.mixing_matrix,
+        run.topology.mixing_matrix,
         run.settings,
         run.compute.to_environment(),
         _NUM_STEPS.value,
@@ -318,7 +259,6 @@ def _start(run: Run) -> MultiProcessRunner:
     return MultiProcessRunner(
         _train,
         num_workers=run.topology.world_size,
-        num_ps=int(run.has_server),
         args=arguments,
         timeout_seconds=_TIMEOUT_SECONDS,
     )
@@ -385,63 +325,6 @@ def _measure_death() -> None:
     results.note("death: speed kept", "others", np.divide(speeds, undisturbed.speed))
 
 
-def _measure_accuracy(runs: Sequence[Run]) -> None:
-    data, test = _load(_TASK.value, _A9A.value)
-    print(f"\n{runs[0].experiment}, {runs[0].topology.describe()}, {_NUM_STEPS.value} iterations")
-    of_homogeneous = np.nan
-    for run in runs:
-        accuracies = []
-        for seed in range(_NUM_SEEDS.value):
-            model, training = _train_simulated(run, data, seed)
-            model.set_weights(training.weights())
-            accuracies.append(model.evaluate(*test, batch_size=512, verbose=0)[1])
-        if run.label == "homogeneous":
-            of_homogeneous = np.mean(accuracies)
-        difference = np.mean(accuracies) - of_homogeneous
-        print(f"{run.label:20} {np.mean(accuracies):8.4f} {difference:+8.4f}   of seeds:", *np.round(accuracies, 4))
-
-
-def _train_simulated(run: Run, data, seed: int, decays: bool = True) -> tuple[keras.Model, hop_accuracy.Training]:
-    keras.utils.set_random_seed(seed)
-    model = _MODELS[_TASK.value]()
-    training = hop_accuracy.train(
-        model,
-        data,
-        topology=run.topology,
-        compute=dataclasses.replace(run.compute, seed=seed),
-        settings=run.settings,
-        num_steps=_NUM_STEPS.value,
-        batch_size=_BATCH_SIZE.value,
-        seed=seed,
-        decays=decays,
-        sending_seconds=run.sending_seconds,
-    )
-    return model, training
-
-
-def _measure_learning(runs: Sequence[Run]) -> None:
-    """Prints loss and accuracy against time, on the virtual clock, at parts of the fastest run's time."""
-    data, test = _load(_TASK.value, _A9A.value)
-    trained = [_train_simulated(run, data, _SEED.value, decays=False) for run in runs]
-    end = min(training.seconds for _, training in trained)
-    compared = next((index for index, run in enumerate(runs) if run.label == _STANDARD), 0)
-    moments = [end / 4, end / 2, end]
-    print(f"\n{runs[0].experiment}; {_NUM_STEPS.value} iterations; loss and accuracy after so many seconds")
-    print(f"{'':20} {'gap':>7} {'it/s':>8} {'speed':>6}" + "".join(f"{moment:16.1f}" for moment in moments))
-    for run, (model, training) in zip(runs, trained, strict=True):
-        shown = []
-        for moment in moments:
-            model.set_weights(training.weights_at(moment))
-            shown.append("{:8.3f} {:7.4f}".format(*model.evaluate(*test, batch_size=512, verbose=0)))
-        speed = np.mean(training.simulation.iterations_per_second)
-        over = trained[compared][1].seconds / training.seconds
-        print(
-            f"{run.label:20} {run.topology.spectral_gap:7.4f} {speed:8.3f} {over:6.2f}",
-            *shown,
-            flush=True,
-        )
-
-
 def _measure_speedups(name: str) -> None:
     """Prints speeds on the virtual clock, without training."""
     topology = resolve(name, _NUM_WORKERS.value)
@@ -482,31 +365,6 @@ def _simulated_speeds(topology: Topology, slowdowns: tuple[Slowdown, ...], **set
     ])  # fmt: skip
 
 
-def _measure_slow_link(name: str) -> None:
-    """Prints iterations per second of ranks whose steps take one second, on the virtual clock."""
-    topology = resolve(name, _NUM_WORKERS.value)
-    kinds = {**_MECHANISMS, "NOTIFY-ACK": _NOTIFY_ACK}
-    print(f"\nslow_link, {topology.describe()}: iterations in the time of a step, mean over ranks")
-    titles = [f"link {steps}" for steps in _SLOW_LINKS.value] + ["rank 4x"]
-    print(f"{'':20}" + "".join(f"{title:>10}" for title in titles))
-    for label, settings in kinds.items():
-        cases = [((), float(steps)) for steps in _SLOW_LINKS.value] + [((Slowdown(0, 4.0),), 0.0)]
-        speeds = []
-        for slowdowns, steps in cases:
-            result = hop_tf.simulate.hop(
-                topology=topology,
-                world_size=topology.world_size,
-                num_steps=_NUM_STEPS.value,
-                compute=ComputeEmulation(step_seconds=1.0, slowdowns=slowdowns),
-                sending_seconds=lambda sender, receiver, num_bytes, steps=steps: (
-                    steps if (sender, receiver) == (0, 1) and num_bytes > _HEADER_BYTES else 0.0
-                ),
-                **settings,
-            )
-            speeds.append(np.mean(result.iterations_per_second))
-        print(f"{label:20}" + "".join(f"{speed:10.2f}" for speed in speeds), flush=True)
-
-
 def _print(measured: Sequence[Result]) -> None:
     standard = next((each for each in measured if each.run.label == _STANDARD), None)
     end = min(each.curve[-1, 0] for each in measured)
@@ -539,22 +397,13 @@ def main(argv: Sequence[str]) -> None:
     for name in _EXPERIMENTS.value:
         if name not in _NAMES:
             raise app.UsageError(f"--experiments must be among {', '.join(_NAMES)}. Received: {name!r}.")
-    for runs in _grouped({"random", "server", "straggler"}.intersection(_EXPERIMENTS.value)):
+    for runs in _grouped({"random", "straggler"}.intersection(_EXPERIMENTS.value)):
         measured = [_measure(run) for run in runs]
         _print(measured)
     if "death" in _EXPERIMENTS.value:
         _measure_death()
-    if "accuracy" in _EXPERIMENTS.value:
-        for runs in _grouped(["random", "straggler"]):
-            _measure_accuracy(runs)
-    for experiment, runs_of in (("learning", "random"), ("machines", "machines")):
-        for runs in _grouped([runs_of] if experiment in _EXPERIMENTS.value else []):
-            _measure_learning(runs)
     for name in _TOPOLOGIES.value if "speedups" in _EXPERIMENTS.value else ():
         _measure_speedups(name)
-    if "slow_link" in _EXPERIMENTS.value:
-        for name in _TOPOLOGIES.value:
-            _measure_slow_link(name)
 
 
 if __name__ == "__main__":
