@@ -23,7 +23,7 @@ from absl import flags
 
 from hop_tf import codecs
 from hop_tf.collectives import get_network
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.canary import colayers
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
@@ -155,7 +155,7 @@ class _Job:
         empty, step_seconds = (np.empty(0, np.float32),), self.slower if rank == self._slow_rank else 1.0
         rows, sleep = self._rows_of(rank), self._cluster.scheduler.sleep
         weights, velocity, step = self._initial, np.zeros_like(self._initial), 0
-        exchange.step(Outgoing(0, exchange.start_segment, (weights,)))
+        exchange.step(Request(0, exchange.start_segment, (weights,)))
         while step < _ITERATIONS.value:
             chosen = rows[np.random.default_rng([self.seed, rank, step]).choice(len(rows), _RANK_BATCH.value)]
             _, gradient = self._gradient_at(weights, self._x[chosen], self._y[chosen])
@@ -165,15 +165,15 @@ class _Job:
             for colayer, values in enumerate(np.split(velocity, self._ends[:-1])):
                 sleep(step_seconds * (1 - _FORWARD) / _NUM_LAYERS)
                 buckets = exchange.emit_encode(colayer, [tf.constant(values)])
-                incoming = exchange.step(Outgoing(step, colayer, tuple(bucket.numpy() for bucket in buckets)))
-            weights, num_left = np.array(incoming.buckets[0]), int(exchange.num_left)
+                result = exchange.step(Request(step, colayer, tuple(bucket.numpy() for bucket in buckets)))
+            weights, num_left = np.array(result.buckets[0]), int(exchange.num_left)
             if num_left < _NUM_LAYERS:  # The optimizer forgets dropped steps.
                 end = self._ends[num_left - 1] if num_left else 0
                 velocity[end:] = before[end:]
             if rank == self._slow_rank:
                 self._num_made, self._num_left = self._num_made + 1, self._num_left + num_left
-            step += 1 + incoming.num_skipped
-        self._final = exchange.step(Outgoing(step, exchange.finish_segment, empty)).buckets[0]
+            step += 1 + result.num_skipped
+        self._final = exchange.step(Request(step, exchange.finish_segment, empty)).buckets[0]
         if rank == self._slow_rank:
             self._counters = exchange.counters()
 

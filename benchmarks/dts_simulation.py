@@ -35,7 +35,7 @@ class Rank:
       optimizer: The optimizer of the model.
       outer: The merged weights.
       step: `step(x, y)` trains with this rank's rows, and returns the loss.
-      hand_out: `hand_out(window, everything)` ends a window, and returns the changes to be averaged.
+      submit: `submit(window, everything)` ends a window, and returns the changes to be averaged.
       merge: `merge(means, num_newer, share, num_steps)` merges a window of so many steps.
       approach: `approach(num_under_way)`: as of `OuterSteps`; called at the end of a window.
       settle: As of `OuterSteps`.
@@ -58,8 +58,8 @@ class Rank:
         carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
         variables = [*self._trained, *carried]
         self.outer = self._make_outer(variables, [variable.read_value() for variable in variables], outer_optimizer)
-        methods = self._step, self._hand_out, self._merge, self._approach, self.outer.settle
-        self.step, self.hand_out, self.merge, self.approach, self.settle = map(tf.function, methods)
+        methods = self._step, self._submit, self._merge, self._approach, self.outer.settle
+        self.step, self.submit, self.merge, self.approach, self.settle = map(tf.function, methods)
 
     def _make_outer(self, variables, values, outer_optimizer) -> OuterSteps:
         return OuterSteps(
@@ -77,7 +77,7 @@ class Rank:
         self.optimizer.apply(tape.gradient(loss, self._trained), self.model.trainable_variables)
         return loss
 
-    def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
+    def _submit(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
         selection = None if everything else self._settings.selection
         return self.outer.take(functools.partial(largest, selection, window) if selection else None)
 
@@ -159,7 +159,7 @@ class Job:
 
     def _average(self, window: int, everything: bool = False) -> None:
         number = tf.constant(window, tf.int64)
-        given = [[each.numpy() for each in rank.hand_out(number, everything)] for rank in self.ranks]
+        given = [[each.numpy() for each in rank.submit(number, everything)] for rank in self.ranks]
         self._means[window] = [np.mean(parts, axis=0) for parts in zip(*given, strict=True)]
 
     def _merge(self, window: int, num_steps: int) -> None:

@@ -54,7 +54,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
       neighbors: Ranks that the scheme exchanges messages with. Default: all.
-      skips_steps: A sentence for errors, if the scheme may skip training steps (`Incoming.num_skipped`): it says so,
+      skips_steps: A sentence for errors, if the scheme may skip training steps (`Result.num_skipped`): it says so,
         and how users can avoid skipped steps. Default "": the scheme skips no steps.
       continue_without_lost: True if ranks train on when a rank is lost. In `fit` they then share the lost rank's rows.
         See `Scheme.agrees_on_roster`.

@@ -7,7 +7,7 @@ A strategy of your own builds on `Algorithm`, `Exchange` (or `AveragingExchange`
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.averaging_exchange import AveragingExchange
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.scheme import Scheme
 
@@ -17,8 +17,8 @@ __all__ = [
     "Exchange",
     "ExchangeContext",
     "Group",
-    "Incoming",
     "LateChanges",
-    "Outgoing",
+    "Request",
+    "Result",
     "Scheme",
 ]

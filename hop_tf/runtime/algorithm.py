@@ -48,7 +48,7 @@ class Algorithm(GraphState, abc.ABC):
         """Emits the operations after the update.
 
         Returns:
-          int64 scalar: the number of training steps to skip (see `Incoming.num_skipped`).
+          int64 scalar: the number of training steps to skip (see `Result.num_skipped`).
         """
         return tf.constant(0, tf.int64)
 

@@ -1,6 +1,6 @@
 """`Autotuner`: chooses how ranks average, by what they measure, so that all choose alike in the same step.
 
-Beside the values of a step each rank hands out what it has measured of the step before. A mean is equal to the bit on
+Beside the values of a step each rank submits what it has measured of the step before. A mean is equal to the bit on
 all ranks, also if one is lost meanwhile. All else is arithmetic on means. So no rank has to ask another one.
 
 The candidates are pairs of a *way*, an algorithm with a codec, and a width K: a mean is applied K - 1 steps late. It is
@@ -205,7 +205,7 @@ class Autotuner:
         return table
 
     def hear(self, mean: np.ndarray, setting: Setting | None) -> None:
-        """Takes the mean of what ranks have handed out beside a step, and chooses the setting of the next one.
+        """Takes the mean of what ranks have submitted beside a step, and chooses the setting of the next one.
 
         Args:
           mean: The mean of `own`.

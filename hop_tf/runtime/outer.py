@@ -2,7 +2,7 @@
 
     weights a rank computes with  =  what is merged  +  its own changes of windows that are not merged yet
 
-Ranks make steps of their own optimizers. A window is some steps; when it ends, each rank hands out what it has changed
+Ranks make steps of their own optimizers. A window is some steps; when it ends, each rank submits what it has changed
 in it. When the mean over all ranks arrives, maybe many steps later, it is merged:
 
     merged  <-  merged + mean(changes)                    or     the outer optimizer's update with  -mean(changes)

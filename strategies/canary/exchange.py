@@ -13,7 +13,7 @@ from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
 from hop_tf.errors import HopError
 from hop_tf.membership import SessionQueue, Silence
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
 from hop_tf.strategies.canary.contributions import Contributions
@@ -67,8 +67,8 @@ class AsyncSettings:
 class CanaryExchange(Exchange, Joiner):
     """Sends contributions, and merges those of all ranks, without waiting for any rank's computation.
 
-    The segments of a step are its colayers. The weights come back as `merge_segment`, after the graph has handed out
-    the last colayer. Step `start_step` begins with `start_segment`, in which the graph hands out its weights. After the
+    The segments of a step are its colayers. The weights come back as `merge_segment`, after the graph has submitted
+    the last colayer. Step `start_step` begins with `start_segment`, in which the graph submits its weights. After the
     last step comes `finish_segment`.
 
     Args:
@@ -192,25 +192,25 @@ class CanaryExchange(Exchange, Joiner):
         """Step 4: sketches colayers on the device that computes them. Codecs without an op encode piece by piece."""
         return self.replica.encoding.emit_encode(segment, buckets) if segment < len(self.members) else buckets
 
-    def step(self, outgoing: Outgoing) -> Incoming | None:
-        k, segment = outgoing.step, outgoing.segment
+    def step(self, request: Request) -> Result | None:
+        k, segment = request.step, request.segment
         if segment == self.finish_segment:
-            return Incoming(k, segment, self._finish(k, outgoing.buckets))
+            return Result(k, segment, self._finish(k, request.buckets))
         if segment == self.start_segment:
-            self._start(outgoing.buckets)
+            self._start(request.buckets)
             return None
         if segment == 0:
             self._enter(k)
-        self._send_colayer(k, segment, outgoing.buckets)
+        self._send_colayer(k, segment, request.buckets)
         return self._end_iteration(k) if segment == self._last_colayer else None
 
-    def no_op(self, outgoing: Outgoing) -> Incoming | None:
-        if outgoing.segment == self.start_segment:
-            self.replica.begin(outgoing.buckets)
+    def no_op(self, request: Request) -> Result | None:
+        if request.segment == self.start_segment:
+            self.replica.begin(request.buckets)
         segment_back = {self._last_colayer: self.merge_segment, self.finish_segment: self.finish_segment}
-        if outgoing.segment not in segment_back:
+        if request.segment not in segment_back:
             return None
-        return Incoming(outgoing.step, segment_back[outgoing.segment], self.replica.read())
+        return Result(request.step, segment_back[request.segment], self.replica.read())
 
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)
@@ -282,7 +282,7 @@ class CanaryExchange(Exchange, Joiner):
         header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
         self._channel.send(piece.parent, header, [data], piece.parent_level)
 
-    def _end_iteration(self, k: int) -> Incoming:
+    def _end_iteration(self, k: int) -> Result:
         """Steps 5 and 6: returns the present weights, and the number of iterations to skip."""
         if self._is_dropping or self.replica.gaps:
             self._pull(k)
@@ -292,7 +292,7 @@ class CanaryExchange(Exchange, Joiner):
         with self.replica.lock:
             target = max(k + 1, self.replica.gei.newest)
             self.replica.gei.start(target)
-        return Incoming(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
+        return Result(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
 
     def _pull(self, k: int, *, waits_for_silent: bool = False) -> None:
         """Takes the state of a faster rank, and with it the layouts that the other rank knows."""

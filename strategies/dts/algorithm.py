@@ -45,7 +45,7 @@ class WindowRows:
 
 
 class DTSAlgorithm(Algorithm):
-    """Makes steps of the rank's own optimizer, hands out windows of changes, and merges their means D steps later.
+    """Makes steps of the rank's own optimizer, submits windows of changes, and merges their means D steps later.
 
     Args:
       group: The group, whose exchange is a `DTSExchange`.
@@ -122,7 +122,7 @@ class DTSAlgorithm(Algorithm):
         if self._shares is not None:
             self._rows.add(self._shares.rows)
 
-        when(has_ended, lambda: self._hand_out(ended))
+        when(has_ended, lambda: self._submit(ended))
         when(is_due, lambda: self._merge_due(schedule, num_steps, due))
         if self._settings.warmup_steps and self._may_merge_gently:
             with tf.device("/cpu:0"):
@@ -134,7 +134,7 @@ class DTSAlgorithm(Algorithm):
     def end_step(self) -> None:
         self._meeting.meet_if_due(self._settle)
 
-    def _hand_out(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
+    def _submit(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
         assigned = None
@@ -146,7 +146,7 @@ class DTSAlgorithm(Algorithm):
             self._outer.multiply(self._lengths.factor(assigned))
         changes, weight = self._outer.take(choose, assigned), tf.constant([float(counts)])
         if self._lengths is not None:
-            self._lengths.hand_out(window, changes[: self.group.num_trained], assigned)
+            self._lengths.submit(window, changes[: self.group.num_trained], assigned)
         if self._shares is not None and counts:
             rows = self._rows.take()
             changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
@@ -373,7 +373,7 @@ class DTSAlgorithm(Algorithm):
         # variables. It does not count then, because ranks that go on may have a whole window.
         self.exchange.end_windows()
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
-        self._hand_out(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
+        self._submit(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
         for window in under_way:
             self._merge(tf.constant(window, tf.int64), schedule)
         last = under_way.stop

@@ -16,7 +16,7 @@ from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.choosing import AUTO
-from hop_tf.runtime.exchange import Incoming, Outgoing
+from hop_tf.runtime.exchange import Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
 from hop_tf.strategies.dts.windows import Course, Courses, Schedule
@@ -95,7 +95,7 @@ class DTSSettings:
 
     @property
     def merges_at_ends(self) -> bool:
-        """True if windows are merged only when another one has just ended, and all of it was handed out."""
+        """True if windows are merged only when another one has just ended, and all of it was submitted."""
         schedules = [self.schedule_of(delay + 1) for delay in self.delays]
         return self.selection is None and all(each.delay % each.interval == 0 for each in schedules)
 
@@ -121,7 +121,7 @@ class DTSSettings:
 
     @property
     def selection(self) -> codecs.TopK | None:
-        """The codec, if it selects the part of a window that is handed out; else None."""
+        """The codec, if it selects the part of a window that is submitted; else None."""
         return self.codec if isinstance(self.codec, codecs.TopK) else None
 
 
@@ -231,8 +231,8 @@ class DTSExchange(AveragingExchange):
             self.tuner.take_state(state.copy().view(np.float64))
         super().take_common_state(parts)
 
-    def step(self, outgoing: Outgoing) -> Incoming:
-        window, buckets = outgoing.step, outgoing.buckets
+    def step(self, request: Request) -> Result:
+        window, buckets = request.step, request.buckets
         turn, slot = divmod(window, self.num_threads)
         if self.tuner is not None:
             # The graph has merged what decides, but for a last window: then ranks have to hear first what it tells.
@@ -252,7 +252,7 @@ class DTSExchange(AveragingExchange):
             codec_step=window,
             decides_of=None if self.admissions is self.tuner is None else window,
         )
-        return Incoming(window, 0, tuple(means))
+        return Result(window, 0, tuple(means))
 
     def _commit(self, window: int) -> None:
         """Windows are decided in order: if this rank leaves, it has taken part in all up to some window."""

@@ -39,7 +39,7 @@ class StepLengths:
         with tf.device("/cpu:0"):
             return tf.where(tf.reduce_any(assigned), 1.0, self._factor)
 
-    def hand_out(self, window: tf.Tensor, changes: Sequence[tf.Tensor], assigned: tf.Tensor) -> None:
+    def submit(self, window: tf.Tensor, changes: Sequence[tf.Tensor], assigned: tf.Tensor) -> None:
         """Emits the ops that note a window's changes by this rank, as they are sent. `assigned`: as of `factor`."""
         square = _squared_length(changes)
         with tf.device("/cpu:0"):

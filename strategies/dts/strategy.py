@@ -224,7 +224,7 @@ class DTSStrategy(ExchangeStrategy):
         if num_windows > MAX_WINDOWS:
             raise ValueError(
                 f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows under way, which are "
-                "ceil(delay / interval) + 1: each has a thread, and memory for what it hands out. "
+                "ceil(delay / interval) + 1: each has a thread, and memory for what it submits. "
                 f"Received: delay={delay!r} and interval={interval!r}, which make {num_windows}."
             )
         cluster = training_cluster(cluster_resolver, "DTSStrategy")

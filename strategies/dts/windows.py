@@ -12,7 +12,7 @@ import tensorflow as tf
 from hop_tf.codecs import TopK
 from hop_tf.runtime.autotuning import Setting
 
-# Each window under way has a thread and an all-reduce, and holds what it hands out.
+# Each window under way has a thread and an all-reduce, and holds what it submits.
 MAX_WINDOWS = 100
 
 # A threshold is found from a sample of about this many values, or from all values if there are fewer.

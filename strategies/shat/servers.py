@@ -15,7 +15,7 @@ from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership import Interrupted, parse
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.strategies.shat.requests import Configuration, Request
+from hop_tf.strategies.shat.requests import Configuration, ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY
 from hop_tf.strategies.shat.shards import ShardView
@@ -107,19 +107,19 @@ class Servers:
 
     # Requests.
 
-    def call(self, request: Request) -> Answers:
+    def call(self, request: ServerRequest) -> Answers:
         """Sends a request to all its servers, and takes their answers as `receive` does."""
         for shard in request.shards:
             self.send(request, shard)
         return self.receive(request)
 
-    def send(self, request: Request, shard: ShardView, is_missing: bool = True) -> None:
-        """Sends a request to a server. For `is_missing` see `Request.message`."""
+    def send(self, request: ServerRequest, shard: ShardView, is_missing: bool = True) -> None:
+        """Sends a request to a server. For `is_missing` see `ServerRequest.message`."""
         self._has_entered = True
         header, payload = request.message(shard, is_missing)
         self._membership.send(shard.server, request.queue, header, payload, lane=BULK_LANE, step=request.step)
 
-    def receive(self, request: Request) -> Answers:
+    def receive(self, request: ServerRequest) -> Answers:
         """Takes the answers to a request that was sent. Sends the request again if it, or an answer, was lost.
 
         Blocks: until all servers have answered.
@@ -153,7 +153,7 @@ class Servers:
             self._retry_seconds = max(_RETRY_SECONDS, 2 * (monitor.now() - since))
         return answers
 
-    def _await(self, request: Request, since: float, retry_at: float) -> None:
+    def _await(self, request: ServerRequest, since: float, retry_at: float) -> None:
         """Waits until all answers are there, or something is to be sent again."""
         membership = self._membership
 
@@ -167,7 +167,7 @@ class Servers:
 
         membership.wait(awaited, operation=request.operation, step=request.step, since=since)
 
-    def _take(self, request: Request) -> tuple[Answers, dict[ShardView, bool]]:
+    def _take(self, request: ServerRequest) -> tuple[Answers, dict[ShardView, bool]]:
         """Takes all answers, if they are there.
 
         Returns:
@@ -194,19 +194,19 @@ class Servers:
             self._num_answered = reply.sequence
             shard.num_pushes, shard.clock = reply.num_pushes, reply.clock
 
-    def _absent(self, request: Request) -> list[ShardView]:
+    def _absent(self, request: ServerRequest) -> list[ShardView]:
         """The shards of servers that have not answered. The monitor must be held."""
         received = self._received[request.queue]
         return [s for s in request.shards if s.server not in received or not request.is_answer(received[s.server][0])]
 
-    def _lacking(self, request: Request) -> list[ShardView]:
+    def _lacking(self, request: ServerRequest) -> list[ShardView]:
         """The shards of servers that have answered that they lack the request. The monitor must be held."""
         received = self._received[request.queue]
         absent = self._absent(request)
         answered = [shard for shard in request.shards if shard not in absent]
         return [shard for shard in answered if getattr(received[shard.server][0], "is_missing", False)]
 
-    def _restarted_of(self, request: Request) -> set[int]:
+    def _restarted_of(self, request: ServerRequest) -> set[int]:
         """The servers of a request that were restarted. The monitor must be held."""
         return self._restarted & {shard.server for shard in request.shards}
 
@@ -237,8 +237,8 @@ class Servers:
         self.is_configured = True
         return answers
 
-    def _configure_request(self, shards: Sequence[ShardView], sources: Sequence[int] = ()) -> Request:
-        return Request(
+    def _configure_request(self, shards: Sequence[ShardView], sources: Sequence[int] = ()) -> ServerRequest:
+        return ServerRequest(
             queue=CONFIGURE,
             operation="receive state",
             message=lambda shard, is_missing: (b"", self._configuration(shard)),
@@ -320,7 +320,7 @@ class Servers:
         with self.giving_up_alone():
             self._configure_again(self._take_restarted(self.shards))
 
-    def reconfigure(self, request: Request) -> list[ShardView]:
+    def reconfigure(self, request: ServerRequest) -> list[ShardView]:
         """Configures the servers of a request again that were restarted. Blocks and raises as `configure` does.
 
         Args:

@@ -21,7 +21,7 @@ from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFa
 from hop_tf.membership import membership_pb2
 from hop_tf.options import STACKS_VARIABLE, CommunicationOptions
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.exchange import Exchange, Incoming
+from hop_tf.runtime.exchange import Exchange, Result
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.worker import Worker
 from hop_tf.tools.processes.local_cluster import PortReservation
@@ -48,13 +48,13 @@ class Echo(Exchange):
         self.session = session
         self._sent_rounds = 0
 
-    def step(self, outgoing):
-        self._sent_rounds = outgoing.step + 1
+    def step(self, request):
+        self._sent_rounds = request.step + 1
         self._num_steps += 1
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.array(bucket) for bucket in outgoing.buckets))
+        return Result(request.step, request.segment, tuple(np.array(bucket) for bucket in request.buckets))
 
-    def no_op(self, outgoing):
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
+    def no_op(self, request):
+        return Result(request.step, request.segment, tuple(np.zeros_like(bucket) for bucket in request.buckets))
 
     @property
     def sent_rounds(self):
@@ -75,10 +75,10 @@ class Stuck(Echo):
         self.has_begun = threading.Event()
         self.go_on = threading.Event()
 
-    def step(self, outgoing):
+    def step(self, request):
         self.has_begun.set()
         self.go_on.wait(_DEADLINE_SECONDS)
-        return super().step(outgoing)
+        return super().step(request)
 
 
 class Optimizer:

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf import codecs
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -86,7 +86,7 @@ class _Rank:
         return ends
 
     def _average(self, window):
-        (mean,) = self._exchange.step(Outgoing(window, 0, (self._values,))).buckets
+        (mean,) = self._exchange.step(Request(window, 0, (self._values,))).buckets
         with self._membership.monitor:
             self._means[window] = mean
             self._membership.monitor.notify_all()

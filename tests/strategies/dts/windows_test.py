@@ -80,18 +80,18 @@ class OuterStepsTest(tf.test.TestCase):
         start = tf.constant(random.normal(size=50), tf.float32)
         ranks = [tf.Variable(start) for _ in range(2)]
         outers = [OuterSteps([rank], [start], num_trained=1, max_newer=2) for rank in ranks]
-        handed_out = []
+        submitted = []
         for _ in range(300):
             for rank in ranks:
                 rank.assign_add(1e-3 * random.normal(size=50).astype(np.float32))
-            handed_out.append(np.mean([outer.take()[0] for outer in outers], axis=0))
-            if len(handed_out) > 2:
+            submitted.append(np.mean([outer.take()[0] for outer in outers], axis=0))
+            if len(submitted) > 2:
                 for outer in outers:
-                    outer.merge([handed_out[0]])
+                    outer.merge([submitted[0]])
                     outer.give(2)
-                handed_out.pop(0)
+                submitted.pop(0)
             self.assertLess(np.abs(ranks[0] - ranks[1]).max(), 0.02)
-        for num_newer, mean in reversed([*enumerate(reversed(handed_out))]):
+        for num_newer, mean in reversed([*enumerate(reversed(submitted))]):
             for outer in outers:
                 outer.merge([mean])
                 outer.give(num_newer)
