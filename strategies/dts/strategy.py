@@ -294,7 +294,7 @@ class DTSStrategy(ExchangeStrategy):
             group,
             self.training.shares,
             outer_optimizer=lambda: self._outer_optimizer,
-            broadcast=self.training.worker.collectives.broadcast_initial_values,
+            broadcast=self.training.runtime.collectives.broadcast_initial_values,
         )
 
 

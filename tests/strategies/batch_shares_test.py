@@ -166,7 +166,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 run(batch, tf.constant(min(_BATCH_SIZE, _NUM_ROWS - number * _BATCH_SIZE)))
             kernel = model.get_weights()[0]
             if strategy.rank == 0:
-                membership = strategy.training.worker.membership
+                membership = strategy.training.runtime.membership
                 self.assertTrue(membership.wait_until(lambda: membership.departure(1), 60.0))
                 run((x[:75], y[:75]), tf.constant(100))
             strategy.shutdown()
@@ -503,9 +503,9 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             cluster = tf.distribute.cluster_resolver.SimpleClusterResolver(
                 tf.train.ClusterSpec({"worker": ["localhost:1", "localhost:2"]}), task_type="worker", task_id=0
             )
-            with mock.patch("hop_tf.strategy.Worker") as worker:
+            with mock.patch("hop_tf.strategy.RankRuntime") as runtime:
                 make(cluster).shutdown()
-            identities.append(worker.call_args.kwargs["identity"]["option batch_shares"])
+            identities.append(runtime.call_args.kwargs["identity"]["option batch_shares"])
         self.assertEqual(identities, ["None", "(3, 1)", "auto"])
 
     def test_servers_compare_them(self):

@@ -576,7 +576,7 @@ class ContractTest(_OfAllMembers):
         """An exception has the effects of a lost rank: all raise, or the others go on and say so."""
 
         def train(strategy):
-            membership = strategy.training.worker.membership
+            membership = strategy.training.runtime.membership
 
             def check(batch, logs):
                 if strategy.rank == 1:
@@ -607,7 +607,7 @@ class ContractTest(_OfAllMembers):
         """A warning names the rank that sends such values first. On request they are an error on all ranks."""
 
         def train(strategy, waits=False):
-            membership = strategy.training.worker.membership
+            membership = strategy.training.runtime.membership
 
             def wait(batch, logs):  # Otherwise rank 0 might end before rank 1 fails.
                 if waits and (strategy.rank, batch) == (0, 3):

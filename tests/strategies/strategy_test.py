@@ -195,11 +195,11 @@ class RestartedTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_rank_that_joins_cannot_restore_a_backup(self, wrap):
         with (
             _tf_config("worker", 0, worker=["localhost:1000", "localhost:1001"]),
-            mock.patch("hop_tf.strategy.Worker") as worker,
+            mock.patch("hop_tf.strategy.RankRuntime") as runtime,
         ):
             strategy = hop_tf.HopStrategy(topology="complete")
         self.addCleanup(strategy.shutdown)
-        worker.return_value.configure_mock(joining=True, in_session=False)
+        runtime.return_value.configure_mock(joining=True, in_session=False)
         with strategy.scope():
             model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
@@ -207,7 +207,7 @@ class RestartedTest(tf.test.TestCase, parameterized.TestCase):
         callbacks = wrap(keras.callbacks.BackupAndRestore(self.get_temp_dir()))
         with self.assertRaisesRegex(ValueError, "`BackupAndRestore` would begin at another step"):
             model.fit(x, x, 2, 1, 0, callbacks)
-        worker.return_value.end_session.assert_called_once()
+        runtime.return_value.end_session.assert_called_once()
 
 
 class OwnNameTest(parameterized.TestCase):
@@ -267,10 +267,10 @@ class LargeWorldTest(tf.test.TestCase):
         for topology in ("ring_based", np.full((num_ranks, num_ranks), 1 / num_ranks)):
             with (
                 _tf_config("worker", 0, worker=[f"localhost:{1000 + rank}" for rank in range(num_ranks)]),
-                mock.patch("hop_tf.strategy.Worker") as worker,
+                mock.patch("hop_tf.strategy.RankRuntime") as runtime,
             ):
                 hop_tf.HopStrategy(topology=topology).shutdown()
-            identities.append(worker.call_args.kwargs["identity"]["option topology"])
+            identities.append(runtime.call_args.kwargs["identity"]["option topology"])
         self.assertTrue(all(len(identity) < 100 for identity in identities))
         self.assertNotEqual(*identities)
 

@@ -108,7 +108,7 @@ def _average(size, fault_at, fault):
 
 def _break_connections(strategy):
     """Breaks the connections that bring messages; returns their number."""
-    servers = strategy.training.worker._transport._sockets
+    servers = strategy.training.runtime._transport._sockets
     connections = [each for server in servers for each in tuple(server._connections)]
     for connection in connections:
         connection.end()

@@ -555,10 +555,10 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             make_algorithm = strategy.make_algorithm
 
             def make_algorithm_of_joined(group):  # As in a restarted process.
-                strategy.training.worker._joined_session = 1
+                strategy.training.runtime._joined_session = 1
                 return make_algorithm(group)
 
-            strategy.training.worker._make_algorithm = make_algorithm_of_joined
+            strategy.training.runtime._make_algorithm = make_algorithm_of_joined
             with strategy.scope():
                 model = _TwoOptimizers()
                 model.build((None, 3))

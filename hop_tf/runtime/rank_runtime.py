@@ -1,6 +1,6 @@
-"""`Worker`: one rank at run time. It owns the transport, the membership and the exchange groups.
+"""`RankRuntime`: one rank at run time. It owns the transport, the membership and the exchange groups.
 
-A strategy creates a worker, and the Keras hook calls it. A scheme is plugged in through `make_exchange` and
+A strategy creates a runtime, and `FitLoop` calls its methods. A scheme is plugged in through `make_exchange` and
 `make_algorithm`. Nothing here depends on Keras.
 """
 
@@ -62,7 +62,7 @@ def _is_asked_for(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
-class Worker:
+class RankRuntime:
     """Joins a cluster and runs exchange groups session by session.
 
     Args:
