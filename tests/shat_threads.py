@@ -13,7 +13,7 @@ import tensorflow as tf
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.replica_state import spec_of
@@ -71,7 +71,7 @@ class ShatWorker:
             BufferPool(),
             optimizer=weakref.ref(self.optimizer),
             trained=trained,
-            carried=LateChanges(carried, [variable.read_value() for variable in carried]),
+            carried=DeltaTracker(carried, [variable.read_value() for variable in carried]),
         )
         self.exchange = ShatExchange(context, settings)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hop_tf.keras_hook.trace import Assigned, StepTrace
 from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch, WatchedGroup
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import read_all
+from hop_tf.runtime.deltas import read_all
 from hop_tf.runtime.scheme import Scheme
 
 _TEXT = "weights were assigned"

@@ -26,7 +26,7 @@ from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.epoch_agreement import QUEUE as EPOCHS_QUEUE
 from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.runtime.epoch_ends import EpochEnds
@@ -388,7 +388,7 @@ class RankRuntime:
             self._pool,
             optimizer=weakref.ref(optimizer),
             trained=trained,
-            carried=LateChanges(carried, carried_values),
+            carried=DeltaTracker(carried, carried_values),
             roster=self._roster,
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))

@@ -149,10 +149,10 @@ class Connection:
     def num_received_there(self) -> int:
         """The number of bytes that the other machine has received. Its process may not have read all of them yet."""
         try:
-            (num_under_way,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
+            (num_in_flight,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
         except OSError:  # As in some sandboxes.
-            num_under_way = 0
-        return self._num_written - num_under_way
+            num_in_flight = 0
+        return self._num_written - num_in_flight
 
     def limit_rate(self, bytes_per_second: float) -> None:
         """Limits the rate of written data from now on, headers of packets included; `math.inf` sets no limit.

@@ -250,8 +250,8 @@ class Contributions:
         layout, rank = self.layout, self._membership.rank
         if layout is None or not self._peers.are_all_in(layout) or self._replica.gaps:
             return set()
-        num_under_way = np.array(self._sent[layout.key])[layout.colayers] - layout.ledger.merged[:, rank]
-        late = [layout.pieces[index] for index in np.flatnonzero(num_under_way >= most)]
+        num_in_flight = np.array(self._sent[layout.key])[layout.colayers] - layout.ledger.merged[:, rank]
+        late = [layout.pieces[index] for index in np.flatnonzero(num_in_flight >= most)]
         return {each for piece in late if self._binds(layout, piece) for each in layout.path(piece, rank)}
 
     def _binds(self, layout: Layout, piece: Piece) -> bool:

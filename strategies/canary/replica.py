@@ -2,7 +2,7 @@
 
     weights of the graph  =  merged weights  +  own contributions in flight, at their full size
 
-See `hop_tf.runtime.averaging`. The ledgers tell which contributions are in flight, because those of a rank to a piece
+See `hop_tf.runtime.deltas`. The ledgers tell which contributions are in flight, because those of a rank to a piece
 are merged in order.
 """
 

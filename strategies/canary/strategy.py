@@ -18,7 +18,7 @@ only by messages in flight. With SGD, with or without momentum, the result is th
 
 The paper also leaves open what a worker computes with while its own step is in flight. Here its own step stands in for
 the mean: the worker computes with the merged weights plus its own steps that are not merged yet. These count at their
-full size, over 1 and not n (`hop_tf.runtime.averaging`). With the merged weights alone, every step would come an
+full size, over 1 and not n (`hop_tf.runtime.deltas`). With the merged weights alone, every step would come an
 iteration or two late. That costs 10 to 20 points of accuracy with a momentum of 0.9.
 
 Merging goes on all the time, on threads of its own: see `hop_tf.strategies.canary.exchange`. Synchronous training (BSP)

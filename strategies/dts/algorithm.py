@@ -16,7 +16,7 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.meeting import Meeting
-from hop_tf.runtime.outer import OuterSteps
+from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.dts.exchange import DTSExchange
 from hop_tf.strategies.dts.lengths import StepLengths
@@ -92,8 +92,8 @@ class DTSAlgorithm(Algorithm):
         lengthens = self._settings.may_lengthen and makes_steps_only and world_size > 1
         return StepLengths(self._settings.num_slots, world_size) if lengthens else None
 
-    def _make_outer(self) -> OuterSteps:
-        return OuterSteps(
+    def _make_outer(self) -> OuterOptimizer:
+        return OuterOptimizer(
             self.group.variables,
             self.group.context.values(),
             num_trained=self.group.num_trained,
@@ -186,7 +186,7 @@ class DTSAlgorithm(Algorithm):
         """Emits the operations that give variables their part of the means of a window that was merged.
 
         Args:
-          means: As `OuterSteps.merge` has returned them.
+          means: As `OuterOptimizer.merge` has returned them.
           schedule: The schedule.
           num_newer: The number of windows that have ended after it.
         """
@@ -251,9 +251,9 @@ class DTSAlgorithm(Algorithm):
             if gently is False:
                 return
             ends = schedule.ended(num_steps)[0] & (num_steps > schedule.first_step) & gently
-            num_under_way = self._num_gently(schedule.num_ended(num_steps) - _num_merged(schedule, num_steps))
+            num_in_flight = self._num_gently(schedule.num_ended(num_steps) - _num_merged(schedule, num_steps))
         follows_take = self._settings.selection is None
-        when(ends, lambda: self._outer.approach(num_under_way, schedule.interval, follows_take))
+        when(ends, lambda: self._outer.approach(num_in_flight, schedule.interval, follows_take))
 
     def _num_gently(self, number: int | tf.Tensor) -> int | tf.Tensor:
         """A number of windows, at least 1, under gentle merging. If there is at most one, that is 1, and no tensor."""
@@ -291,17 +291,17 @@ class DTSAlgorithm(Algorithm):
         self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
         schedule = self.known_schedule(num_steps + 1)
         if self._merges_gently(schedule):
-            num_under_way = len(schedule.under_way(num_steps))
-            self._outer.note_assigned(are_assigned, num_under_way)
+            num_in_flight = len(schedule.in_flight(num_steps))
+            self._outer.note_assigned(are_assigned, num_in_flight)
 
     def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             now = self.group.read_step()
             schedule = self.schedule_at(now + 1)
-            num_under_way = schedule.num_ended(now) - _num_merged(schedule, now)
+            num_in_flight = schedule.num_ended(now) - _num_merged(schedule, now)
             of_variables = tf.unstack(are_assigned, self.group.num_trained)
         self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
-        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(of_variables, num_under_way))
+        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(of_variables, num_in_flight))
         return tf.constant(True)
 
     # The schedule.
@@ -368,15 +368,15 @@ class DTSAlgorithm(Algorithm):
         if not num_steps and num_batches == self._first_iteration:
             return  # The group has not trained. Others may have dropped it.
         schedule = self.known_schedule(num_steps)
-        under_way = schedule.under_way(num_steps)
+        in_flight = schedule.in_flight(num_steps)
         # There is a last window even without further steps, because callbacks, and batches without an update, change
         # variables. It does not count then, because ranks that go on may have a whole window.
         self.exchange.end_windows()
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
-        self._submit(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
-        for window in under_way:
+        self._submit(tf.constant(in_flight.stop, tf.int64), counts=counts, everything=True)
+        for window in in_flight:
             self._merge(tf.constant(window, tf.int64), schedule)
-        last = under_way.stop
+        last = in_flight.stop
         self._merge(tf.constant(last, tf.int64), schedule, num_steps - schedule.begin_of(last))
         self._outer.settle()
         group.constrain()

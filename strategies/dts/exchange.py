@@ -52,7 +52,7 @@ class DTSSettings:
 
     @property
     def delays(self) -> Sequence[int]:
-        """D, or those that ranks choose from: one window is under way at most."""
+        """D, or those that ranks choose from: one window is in flight at most."""
         if self.delay != AUTO:
             return (self.delay,)
         return range(_MAX_DELAY + 1) if self.interval == AUTO else (0, self.interval)
@@ -90,7 +90,7 @@ class DTSSettings:
 
     @property
     def num_slots(self) -> int:
-        """Most windows that are under way at a time."""
+        """Most windows that are in flight at a time."""
         return max(self.schedule_of(delay + 1).num_slots for delay in self.delays)
 
     @property
@@ -273,7 +273,7 @@ class DTSExchange(AveragingExchange):
     def _begin_timing(self, window: int, course: Course) -> np.ndarray:
         """The exchange of a window begins. Returns what this rank tells the others of those before.
 
-        If several windows are under way, their means come together. So a period is the mean of as many windows.
+        If several windows are in flight, their means come together. So a period is the mean of as many windows.
 
         Args:
           window: The window.

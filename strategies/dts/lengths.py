@@ -23,7 +23,7 @@ class StepLengths:
     """Measures what a rank multiplies its changes by.
 
     Args:
-      num_windows: Most windows that are under way at a time.
+      num_windows: Most windows that are in flight at a time.
       world_size: n; ranks that are lost count.
     """
 

@@ -27,8 +27,8 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import Descent, descent_of, innermost, weight_decays
-from hop_tf.runtime.averaging import read_all
-from hop_tf.runtime.outer import OuterSteps
+from hop_tf.runtime.deltas import read_all
+from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.strategies.dts.algorithm import DTSAlgorithm, when
 from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tensors.packing import TensorSpec
@@ -54,15 +54,15 @@ def checked_descent(optimizer: Any, trained: Sequence[tf.Variable]) -> Descent:
     return descent
 
 
-class MomentumSteps(OuterSteps):
-    """`OuterSteps` of weights and their velocities. What is merged, and what changes are counted from, coasts.
+class MomentumOuterOptimizer(OuterOptimizer):
+    """`OuterOptimizer` of weights and their velocities. What is merged, and what changes are counted from, coasts.
 
     Args:
       descent: As of `checked_descent`.
-      variables: See `OuterSteps`; without the velocities, which follow them in changes and means.
-      values: See `OuterSteps`.
-      num_trained: See `OuterSteps`.
-      max_newer: See `OuterSteps`.
+      variables: See `OuterOptimizer`; without the velocities, which follow them in changes and means.
+      values: See `OuterOptimizer`.
+      num_trained: See `OuterOptimizer`.
+      max_newer: See `OuterOptimizer`.
 
     Attributes:
       descent: As given.
@@ -152,9 +152,9 @@ class MomentumSteps(OuterSteps):
 class MomentumAlgorithm(DTSAlgorithm):
     """`DTSAlgorithm` whose windows change weights and velocities."""
 
-    def _make_outer(self) -> MomentumSteps:
+    def _make_outer(self) -> MomentumOuterOptimizer:
         group = self.group
-        return MomentumSteps(
+        return MomentumOuterOptimizer(
             checked_descent(group.optimizer(), group.trained),
             group.variables,
             group.context.values(),
@@ -172,7 +172,7 @@ class MomentumAlgorithm(DTSAlgorithm):
     def _give(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
         when(
             schedule.delay == 0,
-            lambda: self._outer.settle(follows_take=True),  # Nothing is under way. So all are equal to the bit.
+            lambda: self._outer.settle(follows_take=True),  # Nothing is in flight. So all are equal to the bit.
             lambda: self._outer.correct(means, num_newer, schedule.delay),
         )
 

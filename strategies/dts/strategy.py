@@ -11,8 +11,8 @@ So a window's messages have the time of D steps, and one synchronization serves 
 gradients, and corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the
 gradients that it changes. It costs accuracy at delays that are harmless without it. It takes twice the bytes, and is
 defined for SGD only. So it is an option (`hop_tf.strategies.dts.momentum`). By default we average changes of weights.
-With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer` describes: a mean that replaces a rank's
-own change at once takes back what later gradients have already taken back.
+With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer_optimizer` describes. A mean that replaces
+a rank's own change at once takes back a part that later gradients have already taken back.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class DTSStrategy(ExchangeStrategy):
     References:
       Distributed Training across the World. 2019. Equations 1 to 13, Table 1. Lin, Han, Mao, Wang, Dally. Deep Gradient
       Compression: Reducing the Communication Bandwidth for Distributed Training. ICLR 2018. See
-      `hop_tf.runtime.outer` for local SGD and DiLoCo.
+      `hop_tf.runtime.outer_optimizer` for local SGD and DiLoCo.
     """
 
     in_lock_step = True
@@ -223,7 +223,7 @@ class DTSStrategy(ExchangeStrategy):
         num_windows = self._settings.num_slots
         if num_windows > MAX_WINDOWS:
             raise ValueError(
-                f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows under way, which are "
+                f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows in flight, which are "
                 "ceil(delay / interval) + 1: each has a thread, and memory for what it submits. "
                 f"Received: delay={delay!r} and interval={interval!r}, which make {num_windows}."
             )

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hop_tf.codecs import TopK
 from hop_tf.runtime.autotuning import Setting
 
-# Each window under way has a thread and an all-reduce, and holds what it submits.
+# Each window in flight has a thread and an all-reduce, and holds what it submits.
 MAX_WINDOWS = 100
 
 # A threshold is found from a sample of about this many values, or from all values if there are fewer.
@@ -23,7 +23,7 @@ _LEAST_GENTLE_DELAY = 3
 
 
 def num_windows(delay: int, interval: int) -> int:
-    """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
+    """Most windows that are in flight at a time: those of `delay` steps, and the last one of a `fit`."""
     return -(-delay // interval) + 1
 
 
@@ -64,7 +64,7 @@ class Schedule:
         """The number of windows that have ended when `num_steps` steps are complete."""
         return self.first_window + (num_steps - self.first_step) // self.interval
 
-    def under_way(self, num_steps: int) -> range:
+    def in_flight(self, num_steps: int) -> range:
         """The windows that have ended and are not merged when `num_steps` steps are complete."""
         num_merged = self.num_ended(max(self.first_step, num_steps - self.delay))
         return range(num_merged, self.num_ended(num_steps))

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import read_all
+from hop_tf.runtime.deltas import read_all
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP

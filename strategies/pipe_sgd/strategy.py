@@ -18,8 +18,8 @@ where they are hidden, too.
 
 The paper computes at w[t - 1], which lacks the gradients in flight. With the momentum and rate of synchronous training,
 that costs some or all accuracy. So we compute at the weights to which this rank's own gradients would lead from there
-(`compensation` is "replay", see `hop_tf.runtime.replay`). w[t] are the merged weights: only mean gradients move them,
-equally on all ranks.
+(`compensation` is "replay", see `hop_tf.runtime.look_ahead`). w[t] are the merged weights. Only mean gradients move
+them, equally on all ranks.
 
 With L segments (pipelined gradient communication, Figure 2 (b)) the gradients of the last layers are submitted while
 back-propagation goes on.
@@ -195,7 +195,7 @@ class PipeSGDStrategy(ExchangeStrategy):
                 f"join the others again then. Received: patience_seconds={patience_seconds!r}, "
                 f"pipeline_width={pipeline_width!r}."
             )
-        self.keeps_assignments = self.takes_assignments = not self._settings.replays
+        self.keeps_assignments = self.takes_assignments = not self._settings.looks_ahead
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
             cluster=cluster,
@@ -215,7 +215,7 @@ class PipeSGDStrategy(ExchangeStrategy):
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         settings = self._settings
         refuse_late_determinism(settings, chooses=settings.chooses(self.world_size))
-        problem = _why_narrow(context.optimizer()) if settings.replays else ""
+        problem = _why_narrow(context.optimizer()) if settings.looks_ahead else ""
         if problem and settings.pipeline_width == AUTO:
             settings = dataclasses.replace(settings, pipeline_width=1)
         elif problem:

@@ -180,7 +180,7 @@ class _Rank(State):
         self._meet_at = 0
         self._exchange = None
         self._takes_part = False
-        self._num_steps_under_way = 0
+        self._num_steps_in_flight = 0
 
     @property
     def name(self):
@@ -228,7 +228,7 @@ class _Rank(State):
 
     def _begin_again(self, error):
         """Prepares a rank that was left behind to join again, as `fit` does between two steps."""
-        while self._num_steps_under_way:
+        while self._num_steps_in_flight:
             self._monitor.wait(0.0)
         self._job.dead.add(self.name)
         self._was_restarted, self._takes_part = True, False
@@ -281,7 +281,7 @@ class _Rank(State):
         own[self.name] = 1
         bucket[where] = own.reshape(-1)
         step = functools.partial(self._step, Request(window, 0, (bucket,)))
-        self._num_steps_under_way += 1
+        self._num_steps_in_flight += 1
         if self._exchange.num_threads == 1:
             step()
         else:
@@ -294,7 +294,7 @@ class _Rank(State):
             if self._exchange.num_threads == 1:
                 raise
         finally:
-            self._num_steps_under_way -= 1
+            self._num_steps_in_flight -= 1
             self._monitor.notify_all()
 
     def _make_step(self, request):

@@ -34,7 +34,7 @@ from hop_tf.membership import Interrupted
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime import AveragingExchange
 from hop_tf.runtime.autotuning import Autotuner, Pace
-from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.exchange import Exchange, Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate
@@ -145,7 +145,7 @@ class Training(abc.ABC):
             start_thread=functools.partial(self.run.cluster.start_thread, self.rank),
             optimizer=weakref.ref(optimizer),
             trained=variables[: len(variables) - len(carried)],
-            carried=LateChanges(carried, [variable.read_value() for variable in carried]),
+            carried=DeltaTracker(carried, [variable.read_value() for variable in carried]),
         )
 
     def _end_session(self):

@@ -109,7 +109,7 @@ class StandInTest(tf.test.TestCase):
         self.replica.free(self.replica.layout(_WHOLE))
         self.assertAllEqual(self.replica.read()[0][:size], np.full(size, 60.0))
 
-    def test_nothing_is_under_way_where_it_begins(self):
+    def test_nothing_is_in_flight_where_it_begins(self):
         _stand_in(self.replica, _WHOLE, 0, 30.0)
         self.replica.begin(self.replica.merged())
         self._assert_value(0.0)

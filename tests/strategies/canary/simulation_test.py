@@ -567,7 +567,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(among_two, np.full_like(among_two, among_two[0]))
                 self.assertBetween(among_two[0], 11, 15)
 
-    def test_what_is_under_way_between_others_at_the_end_is_waited_for(self):
+    def test_what_is_in_flight_between_others_at_the_end_is_waited_for(self):
         """Rank 2 leaves when the others have made their last step. Nothing is lost of pieces with other roots."""
         job, _ = self._run(20, leaves_at=19, slow_link=(0, 1), last_seconds=3.2)
         for where, is_lost in self._pieces(job):
@@ -578,7 +578,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*itertools.product(range(4, 9), ((2, 1), (0, 1), (1, 0))))
     @pytest.mark.stress(after=5)
-    def test_resyncs_wait_for_what_is_under_way_among_other_ranks(self, leaves_at, slow_link):
+    def test_resyncs_wait_for_what_is_in_flight_among_other_ranks(self, leaves_at, slow_link):
         """If only one rank had merged a contribution, the mean of replicas would hold half, and then get it again."""
         job, _ = self._run(leaves_at + 6, leaves_at, slow_link, sync_interval=4)
         self.assertLess(job.max_distance(), 1e-4)
@@ -791,7 +791,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
         ("tree:1", 7, 0.4, 2, 20),
     )
     @pytest.mark.stress(but=3)
-    def test_who_has_much_under_way_waits_until_it_is_merged(self, network, world_size, seconds, most, duration):
+    def test_who_has_much_in_flight_waits_until_it_is_merged(self, network, world_size, seconds, most, duration):
         """In a round trip to a root a rank makes `max_in_flight` iterations, and more on a long path."""
         changes, durations = np.zeros((world_size, 20, _NUM_VALUES)), np.ones((world_size, 20))
         link = {"link_seconds": lambda a, b, num_bytes: seconds}

@@ -80,7 +80,7 @@ class _Rank:
             if is_due:
                 self._membership.wait_until(lambda window=window: window in self._means, 1e9)
             ends.append(self._scheduler.now)
-        for window in self._schedule.under_way(num_steps):
+        for window in self._schedule.in_flight(num_steps):
             self._membership.wait_until(lambda window=window: window in self._means, 1e9)
         self._membership.leave(sent_rounds={"group": self._exchange.sent_rounds}, reason="")
         return ends

@@ -351,7 +351,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((2, "replay"), (3, "none"))
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_one_rank_ends_early_with_means_under_way(self, width, compensation):
+    def test_one_rank_ends_early_with_means_in_flight(self, width, compensation):
         """The rank's last gradients count on all ranks. The others go on without that rank."""
         num_steps = 3
 
