@@ -13,7 +13,7 @@ from hop_tf.transport.framing import MAX_LANES, PROTOCOL_VERSION
 from hop_tf.transport.incarnation import past_of, process_of
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge, parse, seal_refusal
-from hop_tf.transport.strangers import GuessLimit
+from hop_tf.transport.unauthenticated_peers import GuessRateLimiter
 
 # The lane of heartbeats, after the lanes of messages.
 CONTROL_LANE = MAX_LANES
@@ -66,8 +66,8 @@ class Handshake:
       secret: The token that all ranks share.
       guesses: Limits wrong tokens.
       encrypted: True if connections protect their data themselves.
-      on_doubt: Called, on any thread, with a peer in whose name a stranger may have greeted. Begins to connect to the
-        peer, if this rank does not yet: the process at the peer's address is the real one.
+      on_doubt: Called, on any thread, with a peer in whose name another process may have greeted. Begins to connect to
+        the peer, if this rank does not yet: the process at the peer's address is the real one.
       on_restart: Called, on any thread, with a peer after another process has greeted in its place. Must forget all
         messages in flight between this rank and the old process before it returns. Default None: a restart makes the
         peer fail. (A process that greets with a later transport has to wait until this rank has closed its transport.)
@@ -87,7 +87,7 @@ class Handshake:
         incarnation: str,
         identity: Mapping[str, str],
         secret: Secret,
-        guesses: GuessLimit,
+        guesses: GuessRateLimiter,
         encrypted: bool,
         on_doubt: Callable[[Peer], object],
         on_restart: Callable[[Peer], None] | None = None,

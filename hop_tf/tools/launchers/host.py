@@ -16,7 +16,7 @@ from absl import logging
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError, HopError, ProtocolError
 from hop_tf.tools.launchers import messages
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge, seal_refusal
-from hop_tf.transport.strangers import GREETING_SECONDS, MAX_STRANGERS, GuessLimit, source_of
+from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS, MAX_UNAUTHENTICATED, GuessRateLimiter, source_of
 
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
@@ -68,7 +68,7 @@ class Host:
         self._num_processes = num_processes
         self._num_ps = num_ps
         self._secret: Secret = messages.rendezvous_secret(token)
-        self._guesses = GuessLimit()
+        self._guesses = GuessRateLimiter()
         self._guests: dict[_Guest, None] = {}  # The oldest first.
         self._last_refusal = ""
         self._selector = selectors.DefaultSelector()
@@ -165,9 +165,9 @@ class Host:
 
     def _make_room(self) -> None:
         """Refuses the oldest connection without a greeting if there are too many. A process of the job tries again."""
-        strangers = [guest for guest in self._guests if guest.hello is None]
-        if len(strangers) > MAX_STRANGERS + self._num_processes:
-            self._refuse(strangers[0], ProtocolError("too many connections have not greeted yet"))
+        unauthenticated = [guest for guest in self._guests if guest.hello is None]
+        if len(unauthenticated) > MAX_UNAUTHENTICATED + self._num_processes:
+            self._refuse(unauthenticated[0], ProtocolError("too many connections have not greeted yet"))
 
     def _read(self, guest: _Guest) -> None:
         if guest not in self._guests:  # The guest was dismissed after `select` had seen it.

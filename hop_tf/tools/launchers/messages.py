@@ -14,7 +14,7 @@ import struct
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError, HopError, ProtocolError
 from hop_tf.transport.proof import Secret
 
-# The most bytes of a hello, which a stranger may send, and of a reply, which suffices for any cluster.
+# The most bytes of a hello, which an unauthenticated peer may send, and of a reply, which suffices for any cluster.
 MAX_HELLO_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 23
 _MAX_ADDRESS = 512

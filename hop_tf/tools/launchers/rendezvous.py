@@ -13,7 +13,7 @@ from hop_tf.tools.launchers.host import Host
 from hop_tf.tools.launchers.variables import Place
 from hop_tf.tools.processes.local_cluster import PortReservation
 from hop_tf.transport.proof import NotProvenError, Session
-from hop_tf.transport.strangers import GREETING_SECONDS
+from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS
 
 HOST_VARIABLE = "HOP_TF_HOST"
 _CONNECT_SECONDS = 5.0

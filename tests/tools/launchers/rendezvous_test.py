@@ -180,7 +180,7 @@ class RendezvousTest(parameterized.TestCase):
             with self.assertRaises(HopError):
                 messages.addresses_from_bytes(_reply_body(stranger))
             challenge = _read(stranger := self.connect())
-        with mock.patch.object(host, "MAX_STRANGERS", 0):
+        with mock.patch.object(host, "MAX_UNAUTHENTICATED", 0):
             for _ in range(8):
                 self.connect()
             second = self.start(1, 2).result(_PATIENCE_SECONDS)
@@ -207,7 +207,7 @@ class RendezvousTest(parameterized.TestCase):
             except HopError as error:
                 problems.append(str(error))
         self.assertContainsSubset({"too many wrong cluster tokens from this host"}, problems)
-        with mock.patch.object(host.GuessLimit, "take", return_value=True):
+        with mock.patch.object(host.GuessRateLimiter, "take", return_value=True):
             self.start(1, 2, token="a secret").result(_PATIENCE_SECONDS)
         waiting.result(_PATIENCE_SECONDS)
 
