@@ -53,7 +53,7 @@ class Algorithm(GraphState, abc.ABC):
         return tf.constant(0, tf.int64)
 
     def end_step(self) -> None:
-        """Emits the operations when all of a step is done, including what follows the update."""
+        """Emits the operations at the end of a step, after the update and all that follows it."""
 
     # Between steps.
 

@@ -132,7 +132,7 @@ class Group:
 
     @property
     def packing(self) -> Packing:
-        """The buckets of the variables, and of what travels with them."""
+        """The buckets of the variables, and of the tensors that travel with them."""
         return self.context.packing
 
     @property

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hop_tf.codecs import TopK
 from hop_tf.runtime.autotuning import Setting
 
-# Each window in flight has a thread and an all-reduce, and holds what it submits.
+# Each window in flight has a thread and an all-reduce, and keeps the submitted changes.
 MAX_WINDOWS = 100
 
 # A threshold is found from a sample of about this many values, or from all values if there are fewer.
@@ -163,10 +163,10 @@ class Courses:
         return self._courses[-1]
 
     def choose(self, window: int, setting: Setting) -> None:
-        """Takes the setting that the mean of a window tells. Must be called in the order of windows."""
+        """Takes the setting that the mean of a window brings. Must be called in the order of windows."""
         present, latest = self.of(window), self.latest
         if present.is_warmup or (latest.is_meeting and latest.schedule.first_window > window):
-            return  # At the meeting, windows begin anew with the first setting.
+            return  # At the meeting, windows start over with the first setting.
         if latest.schedule.first_window > window and self._changes_graph(present, latest):
             self._put(self._begun(setting, latest.schedule))
         elif setting != latest.setting:
@@ -175,7 +175,7 @@ class Courses:
             self._put(Course(self._schedule_of(setting.width, begin, first_window), setting))
 
     def meet(self, window: int) -> int:
-        """Plans a meeting, because the mean of a window admits ranks. Windows begin anew there. Returns its first step.
+        """Plans a meeting, because the mean of a window admits ranks. Windows start over there. Returns its first step.
 
         It ends a warm-up. Must be called before `choose`.
         """
