@@ -335,7 +335,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           HopError: If a rank was lost or has ended.
         """
         if self._runtime is None:
-            raise RuntimeError("there is nothing to measure in a world of one. Start the script once for each rank.")
+            raise RuntimeError("one rank alone has no all-reduce to measure. Start the script once for each rank.")
         self.training.require_outside_fit("measure")
         return self._runtime.collectives.make_all_reduce(algorithm, num_values)
 
@@ -394,8 +394,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         """
         if self.training.shares is not None and self.training.shares.is_automatic:
             raise ValueError(
-                "`batch_shares` must be a list, or None, where a function makes each rank's data: it is called once, "
-                "and hop_tf divides no batch of them. Received: batch_shares='auto'."
+                "`batch_shares` must be a list or None if a function makes the data of each rank: the program calls it "
+                "once, and hop_tf does not divide its batches. Received: batch_shares='auto'."
             )
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         self.training.data.take_whole(dataset)
@@ -453,7 +453,7 @@ def _checked_min_ranks(min_ranks: int | None, world_size: int, continue_without_
         return world_size // 2 + 1 if world_size > 2 else 1
     if not continue_without_lost:
         raise ValueError(
-            "`min_ranks` must be None where all ranks raise when one is lost: pass on_peer_loss='continue'. "
+            "`min_ranks` must be None unless on_peer_loss='continue': otherwise all ranks raise if one is lost. "
             f"Received: min_ranks={min_ranks!r}."
         )
     check_integer("min_ranks", min_ranks, at_least=1, at_most=world_size if world_size > 1 else math.inf)
@@ -469,7 +469,7 @@ def _checked_patience(patience: object, timeout_seconds: float, continue_without
         return None
     if not continue_without_lost:
         raise ValueError(
-            "`patience_seconds` must be None where all ranks raise when one is lost: pass on_peer_loss='continue'. "
+            "`patience_seconds` must be None unless on_peer_loss='continue': otherwise all ranks raise if one is lost. "
             f"Received: patience_seconds={patience!r}."
         )
     is_number = isinstance(patience, numbers.Real) and not isinstance(patience, bool)
@@ -487,7 +487,7 @@ def _check_json(name: str, value: object) -> None:
         json.dumps(value)
     except TypeError as error:
         raise TypeError(
-            f"`{name}` must be something that JSON can hold, such as float(x). Received: {name}={value!r}."
+            f"`{name}` must be a value that JSON can hold, such as float(x). Received: {name}={value!r}."
         ) from error
 
 

@@ -118,7 +118,7 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def no_op(self, request: Request) -> Result | None:
-        """The result that changes nothing, for a step whose waiting was interrupted; None where `step` returns None."""
+        """The result that changes nothing, for an interrupted step. None if `step` returns None for the request."""
 
     @property
     @abc.abstractmethod
@@ -143,7 +143,7 @@ class Exchange(abc.ABC):
         return {}
 
     def outcomes(self) -> Mapping[str, int]:
-        """Counts of what became of updates so far, by the names of `hop_tf.records.events.OUTCOMES`.
+        """Counts of the outcomes of updates so far, by the names of `hop_tf.records.events.OUTCOMES`.
 
         Skipped steps need not be included: `Result.num_skipped` counts them.
         """
@@ -171,7 +171,7 @@ class ExchangeRunner:
       packing: The buckets that are sent and received.
       exchange: The scheme.
       on_error: Called on a communication thread with an exception that `Exchange.step` raised.
-      joining: Hears of every step, and answers the segments `CATCH_UP` and `MEETING`. With `CATCH_UP`, the step is the
+      joining: Gets every step, and answers the segments `CATCH_UP` and `MEETING`. With `CATCH_UP`, the step is the
         number of skipped steps; with `MEETING`, it is the step that follows.
       on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before the
         scheme gets the values. May raise.
@@ -281,7 +281,7 @@ class ExchangeRunner:
 
     # Outside of the graph.
 
-    def quiesce(self, timeout_seconds: float) -> None:
+    def drain(self, timeout_seconds: float) -> None:
         """Waits until everything submitted is answered, and drops results that the graph has not taken.
 
         Raises:
@@ -296,7 +296,7 @@ class ExchangeRunner:
             self._drop_results()  # A full result queue would keep a thread from reaching the marker.
             timeout_seconds -= 0.05
             if timeout_seconds < 0:
-                raise HopError(f"exchange {self._name} did not come to rest.")
+                raise HopError(f"exchange {self._name} did not drain in time.")
         self._drop_results()
 
     def close(self) -> None:
@@ -373,7 +373,7 @@ class ExchangeRunner:
         self._on_error(failure)
 
     def _failure_until(self, number: int) -> BaseException | None:
-        """The error of this element or an earlier one: after a failure, the scheme lacks what later steps build on."""
+        """The error of this element or an earlier one. After a failure, the scheme cannot make later steps."""
         failure = self._failure
         return failure[1] if failure is not None and failure[0] <= number else None
 

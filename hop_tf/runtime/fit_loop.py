@@ -156,8 +156,8 @@ class FitLoop(TrainingHooks):
         if self._phase is not Phase.OUTSIDE:
             raise RuntimeError(
                 f"`{what}` was called while a `fit` under this strategy runs, as in a callback. Other ranks are at "
-                "other steps of that `fit` and cannot take part. Call it afterwards; a model that is to be trained on "
-                "this rank alone belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy."
+                "other steps of that `fit` and cannot take part. Call it after `fit`. To train another model on this "
+                "rank alone, create it in the scope of another strategy, such as tf.distribute.OneDeviceStrategy."
             )
 
     def close(self, error: BaseException | None = None) -> None:
@@ -212,13 +212,13 @@ class FitLoop(TrainingHooks):
                     raise LeftBehind(str(self.runtime.membership.failure))
                 if self.is_behind:
                     raise HopError(
-                        f"rank {self._rank} was started again, or left behind, and its `fit` has ended before it was "
-                        "where the others are: it has not trained. Give all ranks the same number of epochs and steps."
+                        f"rank {self._rank} was restarted or left behind, and its `fit` ended before it had caught up "
+                        "with the others. So it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
             self.states.count_own()
             try:
-                self._break_off()
+                self._abort()
             finally:
                 self.runtime.end_session(error)
             raise
@@ -241,7 +241,7 @@ class FitLoop(TrainingHooks):
         try:
             yield
         except LeftBehind as error:
-            raise PeerLostError(f"{error} It could not join them again: start it again.") from None
+            raise PeerLostError(f"{error} This rank could not rejoin them: restart it.") from None
         except tf.errors.OpError as error:
             if (refusal := refusal_in(error)) is not None:
                 raise ValueError(refusal) from None
@@ -252,7 +252,7 @@ class FitLoop(TrainingHooks):
             raise failure from (None if type(failure).__name__ in error.message else error)
 
     @as_own_updates()
-    def _break_off(self) -> None:
+    def _abort(self) -> None:
         for algorithm in self.algorithms:
             algorithm.abort()
 
@@ -269,7 +269,7 @@ class FitLoop(TrainingHooks):
             self.runtime.end_session(None)
 
     def settle_sums(self) -> None:
-        """Adds the changes by steps of a custom loop to the sums. If no step has run, assigned sums begin anew."""
+        """Adds the changes by steps of a custom loop to the sums. If no step has run, assigned sums start again."""
         num_steps = self.statistics.counters()["steps"]
         if self.runtime.in_session and num_steps != self._settled_at:
             self.states.count_own()
@@ -548,8 +548,8 @@ class FitLoop(TrainingHooks):
             return  # This batch may be one without an update. A graph includes the update for other batches.
         if trains and not trace.num_updates:
             raise HopError(
-                "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
-                f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
+                "a training step ran, but hop_tf saw no optimizer update in it, so ranks would exchange nothing. Check "
+                f"that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
         updated = [algorithm for algorithm in self.algorithms if algorithm in trace.updated]
         assigned = [] if self._scheme.keeps_assignments else trace.assigned_after_update()
@@ -621,7 +621,7 @@ class FitLoop(TrainingHooks):
         """The values of all ranks, concatenated along `axis`."""
         if self._world_size == 1:
             return value
-        require_lock_step(self._scheme, "what all ranks have")
+        require_lock_step(self._scheme, "the values of all ranks")
         return tf.nest.map_structure(lambda each: tf.concat(self.runtime.collectives.all_gather(each), axis), value)
 
     def note_created(self, variable: tf.Variable) -> None:

@@ -235,7 +235,7 @@ class RankRuntime:
         stuck = None
         try:
             for group in self._groups:
-                group.runner.quiesce(max(0.0, deadline - self.membership.monitor.now()))
+                group.runner.drain(max(0.0, deadline - self.membership.monitor.now()))
         except (HopError, KeyboardInterrupt) as failure:
             logging.error("rank %d: %s: %s", self.membership.rank, type(failure).__name__, failure)
             stuck = failure
@@ -269,7 +269,7 @@ class RankRuntime:
           HopError: If a thread does not come to rest within `progress_timeout_seconds`.
         """
         for group in self._groups:
-            group.runner.quiesce(self._options.progress_timeout_seconds)
+            group.runner.drain(self._options.progress_timeout_seconds)
         session = self.membership.session
         self._joining.begin_again()
         self.epoch_ends.end_agreement()
@@ -287,9 +287,9 @@ class RankRuntime:
         if missed:
             became = "were left out"
             if self.membership.divides_anew:
-                became = "were trained on by other ranks, but for the steps of the losses"
+                became = "went to other ranks, except in the steps in which ranks were lost"
             logging.warning(
-                "rank %d: %.3g %% of the data of this training %s, as ranks have missed steps: %s.",
+                "rank %d: %.3g %% of the data of this training %s, because ranks have missed steps: %s.",
                 self.membership.rank,
                 100 * sum(missed.values()) / self.membership.world_size,
                 became,
@@ -334,8 +334,8 @@ class RankRuntime:
                 address = self._transport.status(peer).address
                 self.membership.fail(
                     PeerLostError(
-                        f"the parameter server at {address} was restarted, and has lost what it had learned. "
-                        "Start the job again: with snapshots, servers go on from the last ones."
+                        f"the parameter server at {address} was restarted, and has lost its state. Start the job "
+                        "again: servers resume from their last snapshots, if they write any."
                     )
                 )
         else:

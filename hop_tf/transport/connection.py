@@ -60,7 +60,7 @@ def behind(pieces: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]
 
 
 def _stalled() -> TimeoutError:
-    return TimeoutError(f"a frame that had begun did not go on for {IDLE_SECONDS:.0f} s")
+    return TimeoutError(f"the rest of a frame did not come for {IDLE_SECONDS:.0f} s")
 
 
 class Connection:
@@ -281,7 +281,7 @@ class Connection:
 
     def _payload_at(self, place: np.ndarray) -> np.ndarray:
         if self.peer_memory is None:
-            raise ProtocolError("a frame tells a place in a memory that is not shared.")
+            raise ProtocolError("a frame refers to shared memory, but the connection has none.")
         return self.peer_memory.payload(place)
 
     def _read_head(self, while_idle: Callable[[], object] = _do_nothing) -> bytes | None:

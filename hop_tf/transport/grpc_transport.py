@@ -203,7 +203,7 @@ class GrpcTransport(QueueTransport):
         try:
             self.connect(peer.rank)
         except HopError as error:
-            logging.debug("rank %d does not ask %s who it is: %s", self._rank, peer, error)
+            logging.debug("rank %d cannot connect to %s to verify a greeting: %s", self._rank, peer, error)
 
     def _add_link(self, link: Link) -> None:
         self._links.append(link)
@@ -273,8 +273,8 @@ class GrpcTransport(QueueTransport):
 
     def _served_here(self) -> HopError:
         return HopError(
-            f"rank {self._rank}: cannot serve on {self._address}: this process serves there already. A strategy that "
-            "was made before keeps the address until its `shutdown()`: call that before making another."
+            f"rank {self._rank}: cannot serve on {self._address}: this process serves there already. An earlier "
+            "strategy keeps the address until its `shutdown()`. Call `shutdown()` before you create another strategy."
         )
 
 

@@ -85,7 +85,7 @@ class CanaryExchange(Exchange, Joiner):
       start_step: The first step that this rank makes in the running session.
       num_left: int64 variable: the number of colayers that were sent in the latest step. They are the first ones; the
         others were dropped.
-      replica: The weights and the record of what was merged into them.
+      replica: The weights and the record of merged contributions.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class CanaryExchange(Exchange, Joiner):
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)
         if self._has_joined:
-            self.replica.is_complete = False  # It lacks what the others have merged since they gave these weights.
+            self.replica.is_complete = False  # It lacks the messages that the others have merged since.
             k = self.start_step
             self._contributions.move(k)
             self._pull(k)
@@ -323,8 +323,8 @@ class CanaryExchange(Exchange, Joiner):
                 return
             self._membership.wait_until(lambda: not self.replica.gaps, _PULL_PAUSE_SECONDS)
         raise HopError(
-            f"rank {self._membership.rank}: steps that ranks {sorted(roots)} have summed up did not arrive here, and "
-            "the states of these ranks cannot be taken, as each of them lacks other steps."
+            f"rank {self._membership.rank}: steps that ranks {sorted(roots)} have summed did not arrive here. This "
+            "rank cannot copy the state of one of these ranks, because each of them lacks other steps."
         )
 
     def _finish(self, k: int, changes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -374,7 +374,7 @@ class CanaryExchange(Exchange, Joiner):
     def admit(self, rank: int, step: int) -> int:
         self._peers.begin_incarnation(rank)
         self._contributions.admit(rank)
-        if self._membership.rank in self._peers.done:  # This rank told of its end before the new one joined.
+        if self._membership.rank in self._peers.done:  # This rank announced its end before the new one joined.
             self._threads[0].put(functools.partial(self._contributions.tell_newcomer_of_end, rank))
         return self._iteration
 
@@ -463,7 +463,7 @@ class CanaryExchange(Exchange, Joiner):
         }
 
     def gauges(self) -> Mapping[str, float]:
-        """The progress of this rank, and what it keeps.
+        """The progress of this rank, and the sizes of its state.
 
         Returns:
           `staleness`: the iterations by which the present one is behind; `proportion`: the colayers of the present

@@ -65,8 +65,8 @@ class DTSAlgorithm(Algorithm):
         super().__init__(group)
         self._settings = self.exchange.settings
         self._shares, self._outer_optimizer, self._broadcast = shares, outer_optimizer, broadcast
-        self._first_iteration = 0  # The training steps that the optimizer had seen when the running `fit` began.
-        # In variables of 16 bits, weights would be rounded wherever they approach: they stay apart.
+        self._first_iteration = 0  # The optimizer's count of steps at the begin of the running `fit`.
+        # Variables of 16 bits round small moves away. So such weights would never approach their targets.
         self._may_merge_gently = self._settings.may_merge_gently and all(v.dtype.size >= 4 for v in group.trained)
         self._outer = self._make_outer()
         self._lengths = self._make_lengths()
@@ -157,7 +157,7 @@ class DTSAlgorithm(Algorithm):
     def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
         """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.
 
-        Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
+        Before another schedule begins, all windows in flight are merged. The mean of the last one has the schedule.
         """
         with tf.device("/cpu:0"):
             num_newer = schedule.num_newer
@@ -183,7 +183,7 @@ class DTSAlgorithm(Algorithm):
         when(changes, begin)
 
     def _give(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
-        """Emits the operations that give variables their part of the means of a window that was merged.
+        """Emits the operations that move the variables after a window is merged.
 
         Args:
           means: As `OuterOptimizer.merge` has returned them.
@@ -231,10 +231,10 @@ class DTSAlgorithm(Algorithm):
         return means, width
 
     def _pass_window(self, num_steps: int | tf.Tensor) -> None:
-        """Emits the operations by which what is merged moves on in a window, before its mean is added."""
+        """Emits the operations that advance the merged values by a window, before its mean is added."""
 
     def _correct_velocities(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
-        """Emits the operations that add to velocities what a mean changes in the steps of a window, D steps later."""
+        """Emits the operations that add the changes by a mean to the velocities. See `hop_tf.runtime.velocities`."""
 
         def factor_of(momentum: float) -> tf.Tensor:
             with tf.device("/cpu:0"):
@@ -244,7 +244,7 @@ class DTSAlgorithm(Algorithm):
         add_to_velocities(self.group, self._outer.apart(means, num_newer), factor_of)
 
     def _approach(self, num_steps: tf.Tensor) -> None:
-        """Emits the operations that, at the end of a window, move weights towards what is merged."""
+        """Emits the operations that move weights towards the merged values at the end of a window."""
         with tf.device("/cpu:0"):
             schedule = self.schedule_at(num_steps)  # It may have begun with this step.
             gently = self._merges_gently(schedule)
@@ -256,7 +256,7 @@ class DTSAlgorithm(Algorithm):
         when(ends, lambda: self._outer.approach(num_in_flight, schedule.interval, follows_take))
 
     def _num_gently(self, number: int | tf.Tensor) -> int | tf.Tensor:
-        """A number of windows, at least 1, under gentle merging. If there is at most one, that is 1, and no tensor."""
+        """A number of windows, at least 1, under gentle merging. It is the int 1 if there is at most one window."""
         return 1 if self._settings.num_slots == 2 else number
 
     def _merges_gently(self, schedule: Schedule) -> bool | tf.Tensor:
@@ -400,8 +400,8 @@ class DTSAlgorithm(Algorithm):
         further, outer = [other for other in others if other is not self], self._outer.optimizer
         if outer is not None and further:
             raise ValueError(
-                "`outer_optimizer` must be None where a step trains with several optimizers. "
-                f"Received: {len(further) + 1} of them, and an outer {type(outer).__name__}."
+                "`outer_optimizer` must be None if a step trains with several optimizers. Received: "
+                f"{len(further) + 1} of them, and an outer {type(outer).__name__}."
             )
 
 

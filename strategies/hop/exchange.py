@@ -122,11 +122,11 @@ class HopExchange(Exchange, Joiner):
         return Result(request.step, segment, change, self._steps_to_skip(num_skipped))
 
     def _steps_to_skip(self, num_iterations: int) -> int:
-        """The steps from the first one of an iteration to the first one after so many further iterations."""
+        """The steps to skip from the first step of an iteration, if `num_iterations` further iterations are skipped."""
         return (num_iterations + 1) * self._settings.interval - 1 if num_iterations else 0
 
     def _follow(self, x: Sequence[np.ndarray], k: int) -> tuple[tuple[np.ndarray, ...], int]:
-        """Goes on where out-neighbors are, because they have gone on without this rank.
+        """Continues at the iteration of the out-neighbors, because they have continued without this rank.
 
         Returns:
           The change towards the newest parameters of in-neighbors, and the number of skipped iterations. That number is
@@ -234,7 +234,7 @@ class HopExchange(Exchange, Joiner):
             if not self._offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
-                    "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
+                    "the others is no longer connected. Use a topology with more edges, or stop all ranks together."
                 )
 
     # Ranks that join late. Ranks tell the last step of their iteration, so that newcomers begin with the next one.

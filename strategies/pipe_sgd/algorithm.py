@@ -175,9 +175,9 @@ class PipelinedAlgorithm(GradientAlgorithm):
         if not again or all(each.makes_way() for each in (self, *again)):
             return
         raise ValueError(
-            "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
-            "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
-            f"part. Received: compensation='replay', and {type(optimizer).__name__}, applied again."
+            "`compensation` must be 'none' if a step applies an optimizer several times, to parts of the variables: "
+            "the optimizer has one count of steps for all of them. Apply it once, or use one optimizer for each part. "
+            f"Received: compensation='replay', and {type(optimizer).__name__}, applied again."
         )
 
     def watched(self) -> Sequence[tf.Variable]:

@@ -176,8 +176,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         codec = AUTO if codec == AUTO else codecs.get(codec)
         if isinstance(codec, codecs.TopK) and not codec.error_feedback:
             raise ValueError(
-                "`codec` must keep what it does not send: take hop_tf.codecs.TopK(error_feedback=True). Without it all "
-                f"but {codec.ratio:.3g} of each gradient's values are lost. Received: codec={codec!r}."
+                "`codec` must keep the values that it does not send: use hop_tf.codecs.TopK(error_feedback=True). "
+                f"Without error feedback, all but {codec.ratio:.3g} of each gradient's values are lost. Received: "
+                f"codec={codec!r}."
             )
         given = PipeSGDSettings(
             pipeline_width=pipeline_width,
@@ -246,14 +247,14 @@ def _why_narrow(optimizer: Any) -> str:
     every = gradient_accumulation_steps(optimizer)
     if every > 1 and loss_scale(optimizer) is not None:
         return (
-            "`compensation` must be 'none' where an optimizer within a LossScaleOptimizer (which Keras adds under "
-            "the policy 'mixed_float16') accumulates gradients: it does so with means only. Or train with "
+            "`compensation` must be 'none' if an optimizer within a LossScaleOptimizer (which Keras adds under the "
+            "policy 'mixed_float16') accumulates gradients: it can accumulate means only. Or train with "
             f"'mixed_bfloat16'. Received: compensation='replay', gradient_accumulation_steps={every}."
         )
     if every > 1 and use_ema(optimizer):
         return (
-            "`compensation` must be 'none' where an optimizer accumulates gradients and averages weights: it does "
-            "this in every batch, and a replay knows of updates only. Received: use_ema=True, "
+            "`compensation` must be 'none' if an optimizer accumulates gradients and averages weights: it averages in "
+            "every batch, but a replay repeats updates only. Received: use_ema=True, "
             f"gradient_accumulation_steps={every}."
         )
     return ""

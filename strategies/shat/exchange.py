@@ -205,7 +205,7 @@ class ShatExchange(Exchange, Joiner):
         """Warns once when a server can no longer write snapshots."""
         if reply.snapshot_error and not shard.snapshot_error:
             logging.warning(
-                "rank %d: %s cannot write its snapshot %s. Training goes on. If that server is lost, it goes on from "
+                "rank %d: %s cannot write its snapshot %s. Training continues. If that server is lost, it resumes from "
                 "the last complete snapshot, if there is one. Make room, or repair the disk.",
                 *(self._membership.rank, self._servers.name(shard.server), reply.snapshot_error),
             )

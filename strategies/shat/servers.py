@@ -284,9 +284,9 @@ class Servers:
         )
         if with_snapshot and without:
             raise HopError(
-                f"rank {self._membership.rank}: {', '.join(with_snapshot)} went on from a snapshot, and "
-                f"{', '.join(without)} found none: the model would be one half trained, the other new. Start the job "
-                "again when the missing snapshots are in their directory, or remove the others to begin anew."
+                f"rank {self._membership.rank}: {', '.join(with_snapshot)} resumed from a snapshot, and "
+                f"{', '.join(without)} found none: one part of the model would be trained, the other new. Restore the "
+                "missing snapshots, or remove the others to start over. Then start the job again."
             )
 
     def goes_on_with(self, server: int) -> bool:
@@ -365,12 +365,12 @@ class Servers:
         rank, name = self._membership.rank, self.name(shard.server)
         if answer.num_assigned < shard.num_assigned:
             raise HopError(
-                f"rank {rank}: {name} was started again, and its snapshot is older than the model that it was given "
-                "before this `fit`. Start the job again."
+                f"rank {rank}: {name} was restarted, and its snapshot is older than the model that it got before this "
+                "`fit`. Start the job again."
             )
         num_lost = max(0, shard.num_pushes - answer.num_pushes)
         logging.warning(
-            "rank %d: %s was started again, and goes on from its snapshot of %d pushes. %d later ones that this rank "
+            "rank %d: %s was restarted, and resumes from its snapshot of %d pushes. %d later pushes that this rank "
             "knows of are lost.",
             *(rank, name, answer.num_pushes, num_lost),
         )
@@ -393,6 +393,6 @@ class Servers:
             lost = [shard for shard in self.shards if shard.server in self._restarted and not shard.has_snapshots]
         if lost:
             raise PeerLostError(
-                f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the "
-                "first push, and has lost that. Start the job again."
+                f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the first "
+                "push, and has lost that push. Start the job again."
             )

@@ -277,8 +277,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     def check_new_group(self) -> None:
         if self.training.runtime.has_joined_at_once:
             raise ValueError(
-                "to join a running job after a restart, a step must update by one optimizer only: what makes a second "
-                "one alike on all ranks, the others have done already. Start the whole job again."
+                "to join a running job after a restart, a step must use one optimizer only, because the others have "
+                "synchronized the second one already. Start the whole job again."
             )
 
     def begin_training(self, algorithms: Sequence[ShatAlgorithm]) -> None:

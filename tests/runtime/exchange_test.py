@@ -168,7 +168,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.exchange.behaviors[0] = _raise(ValueError("broken"))
         with self.assertRaises(tf.errors.InvalidArgumentError):
             self.run_step(0)
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertAllEqual(self.run_step(1)[0], 2 * _VALUES[0])
 
     def test_after_a_failure_the_scheme_is_asked_for_nothing_more(self):
@@ -201,7 +201,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
             factor = 2 if step == 0 else 0
             self.assertAllEqual(self.run_step(step)[0], factor * _VALUES[0])
         self.assertEqual(self.exchange.steps, [0, 1])
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.exchange.reset(2)
         self.assertAllEqual(self.run_step(0)[0], 2 * _VALUES[0])
 
@@ -232,32 +232,32 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         _, num_skipped = self.runner.collect(tf.constant(1, tf.int64), CATCH_UP, (0, 0))
         self.assertEqual(int(num_skipped), expected)
 
-    def test_quiesce_waits_for_what_was_submitted(self):
+    def test_drain_waits_for_what_was_submitted(self):
         released = threading.Event()
         self.exchange.behaviors[0] = lambda: released.wait(_DEADLINE_SECONDS) and None
         self.submit(tf.constant(0, tf.int64))
-        with self.assertRaisesRegex(HopError, "did not come to rest"):
-            self.runner.quiesce(timeout_seconds=0.0)
+        with self.assertRaisesRegex(HopError, "did not drain in time"):
+            self.runner.drain(timeout_seconds=0.0)
         released.set()
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertEqual(self.exchange.steps, [0])
 
-    def test_quiesce_drops_what_nobody_took(self):
+    def test_drain_drops_what_nobody_took(self):
         for step in range(3):
             self.submit(tf.constant(step, tf.int64))
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.exchange.reset(2)
         self.assertAllEqual(self.run_step(0)[0], 2 * _VALUES[0])
         self.assertEqual(self.exchange.steps, [0])
 
-    def test_quiesce_after_close_returns(self):
+    def test_drain_after_close_returns(self):
         self.runner.close()
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
 
     def test_arrays_are_not_kept(self):
         """A step's parameters must not stay in memory until the next step's arrive."""
         self.run_step(0)
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertEqual([reference() for reference in self.exchange.arrays], [None, None])
 
     def test_close_ends_the_thread(self):
@@ -365,15 +365,15 @@ class ThreadsTest(tf.test.TestCase):
                 self.collect(step)
         self.assertLen(self.errors, 1)
 
-    def test_quiesce_waits_for_all(self):
+    def test_drain_waits_for_all(self):
         release = threading.Event()
         self.exchange.behaviors = {step: lambda: release.wait(_DEADLINE_SECONDS) and None for step in range(3)}
         for step in range(3):
             self.submit(step)
-        with self.assertRaisesRegex(HopError, "did not come to rest"):
-            self.runner.quiesce(0.2)
+        with self.assertRaisesRegex(HopError, "did not drain in time"):
+            self.runner.drain(0.2)
         release.set()
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertCountEqual(self.exchange.steps, [0, 1, 2])
         self.submit(0)
         self.assertAllEqual(self.collect(0), np.zeros(16))

@@ -182,7 +182,7 @@ class StuckTest(_TwoRanksTestCase):
     @parameterized.parameters(None, ValueError("bad input"))
     def test_ctrl_c_ends_waiting_for_a_thread(self, own_error):
         """The other rank relies on messages that the thread has not sent."""
-        ctrl_c = mock.patch.object(self.group.runner, "quiesce", side_effect=KeyboardInterrupt)
+        ctrl_c = mock.patch.object(self.group.runner, "drain", side_effect=KeyboardInterrupt)
         with ctrl_c, self.assertRaises(KeyboardInterrupt):
             self.runtimes[0].end_session(own_error)
         self._check_that_the_other_rank_hears()
@@ -263,9 +263,9 @@ class ContinuingTest(_TwoRanksTestCase):
         self.assertEqual(self.runtimes[0].counters()["ranks_left"], 1)
         self.assertLen(logs.output, 2)
         self.assertIn("rank 0: rank 1 has left: ValueError: bad input. The others", logs.output[0])
-        self.assertIn("go on without its part of the data, 1/2.", logs.output[0])
+        self.assertIn("continue without its part of the data, 1/2.", logs.output[0])
         self.assertIn(
-            "30 % of the data of this training were left out, as ranks have missed steps: rank 1 60 %.",
+            "30 % of the data of this training were left out, because ranks have missed steps: rank 1 60 %.",
             logs.output[1],
         )
 
@@ -549,7 +549,7 @@ class GivenUpTest(_TwoRanksTestCase):
         lost = membership_pb2.Leave(rank=1, session=1, lost=True, final=True, reason="silent")
         first, second = (runtime.membership for runtime in self.runtimes)
         first.notify(1, "membership/leave", lost.SerializeToString())
-        with self.assertRaisesRegex(PeerLostError, "went on without this rank: silent") as raised:
+        with self.assertRaisesRegex(PeerLostError, "continued without this rank: silent") as raised:
             second.wait_until(lambda: False, _DEADLINE_SECONDS)
         self.runtimes[1].end_session(raised.exception)
         self.assertTrue(first.wait_until(lambda: first.departure(1) is not None, _DEADLINE_SECONDS))

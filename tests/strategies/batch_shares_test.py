@@ -410,7 +410,7 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_custom_loop_and_data_of_a_function_have_no_automatic_shares(self):
         def train(strategy):
-            with self.assertRaisesRegex(ValueError, "`batch_shares` must be a list, or None, where a function makes"):
+            with self.assertRaisesRegex(ValueError, "`batch_shares` must be a list or None if a function makes"):
                 strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(4))
             return strategy.batch_shares
 
@@ -488,7 +488,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             with strategy.scope():
                 model = keras.Sequential([keras.layers.Dense(1)])
             model.compile("sgd", "mse")
-            with self.assertRaisesRegex(ValueError, "`batch_shares` must be None where values travel as float16"):
+            with self.assertRaisesRegex(ValueError, "`batch_shares` must be None if values travel as float16"):
                 model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
 
         Member(make).run(train, batch_shares=_SHARES, codec=hop_tf.codecs.Identity(dtype="float16"))

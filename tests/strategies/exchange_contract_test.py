@@ -798,7 +798,7 @@ _SERVED = {
     "continues": True,
     "beside": (TensorSpec("beside", (2,), tf.float32, exact=True),),
     "num_servers": 1,
-    "also_raises": "rank 0 has gone before the servers had its model",
+    "also_raises": "rank 0 left before the servers had its model",
 }
 MEMBERS = {
     "own": Member(AveragingExchange),
@@ -819,7 +819,7 @@ MEMBERS = {
     "hop": Member(_hop(), Mixes),
     "hop_continue": Member(_hop(on_peer_loss="continue"), Mixes, continues=True),
     "hop_backup": Member(_hop(num_backup_workers=1), MixesWithBackup, continues=True),
-    "canary": Member(_canary, Merges, continues=True, also_raises="has ended step 3 without this one"),
+    "canary": Member(_canary, Merges, continues=True, also_raises="has ended step 3 without this rank"),
     "shat": Member(_shat("async"), Pushes, **_SERVED),
     "shat_synchronous": Member(_shat("bsp"), PushesTogether, **_SERVED),
 }

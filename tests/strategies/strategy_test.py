@@ -177,7 +177,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertLogs("absl", "WARNING") as logs:
                 strategy = hop_tf.HopStrategy(communication_options=options)
             self.addCleanup(strategy.shutdown)
-            self.assertIn(f"{file.name} is not a directory. Training goes on.", logs.output[0])
+            self.assertIn(f"{file.name} is not a directory. Training continues, without", logs.output[0])
             self.assertNotIn("hop_tf report", [thread.name for thread in threading.enumerate()])
             with strategy.scope():
                 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -224,7 +224,7 @@ class OwnNameTest(parameterized.TestCase):
         with (
             _tf_config("worker", 0, worker=["node1:7400", "node2:7400"], **servers),
             mock.patch.object(socket, "getaddrinfo", look_up),
-            self.assertRaisesRegex(ClusterConfigError, "node1, the name of this process's machine, must stand for an"),
+            self.assertRaisesRegex(ClusterConfigError, "node1, the name of this process's machine, must resolve to an"),
         ):
             make()
 

@@ -90,7 +90,7 @@ MEMBERS = {
         hop_tf.CanaryStrategy,
         is_equal_after_fit=True,
         goes_on_without_lost=True,
-        refuses={"test_several_optimizers": "a step must update by one optimizer only"},
+        refuses={"test_several_optimizers": "a step must use one optimizer only"},
     ),
     "shat": Member(
         hop_tf.SHATParameterServerStrategy,

@@ -215,10 +215,13 @@ class Host:
         if (hello.num_processes, hello.num_ps) != own:
             raise ClusterConfigError(
                 f"rank {hello.number} at {hello.address} is one of {hello.num_processes} processes with "
-                f"num_ps={hello.num_ps}, rank 0 one of {own[0]} with num_ps={own[1]}: they must be alike"
+                f"num_ps={hello.num_ps}, rank 0 one of {own[0]} with num_ps={own[1]}: all processes must have the same "
+                "numbers"
             )
         if not 0 < hello.number < self._num_processes:
-            raise ClusterConfigError(f"there is no rank {hello.number} that could come here")
+            raise ClusterConfigError(
+                f"rank {hello.number} is not one of the {self._num_processes} processes of this job"
+            )
 
     def _check_loopback(self, addresses: list[str]) -> None:
         """Raises ClusterConfigError if only some addresses are loopback: other machines do not reach these."""
@@ -229,8 +232,8 @@ class Host:
         if any(is_loopback) and not all(is_loopback):
             near, far = is_loopback.index(True), is_loopback.index(False)
             raise ClusterConfigError(
-                f"rank {near} at {addresses[near]} has a loopback address, which others, as rank {far} at "
-                f"{addresses[far]}, do not reach. Set MASTER_ADDR to an address of rank 0's machine that is none, or "
+                f"rank {near} at {addresses[near]} has a loopback address, which other machines do not reach, such as "
+                f"that of rank {far} at {addresses[far]}. Set MASTER_ADDR to another address of rank 0's machine, or "
                 "HOP_TF_HOST to the address of each process's machine."
             )
 

@@ -100,7 +100,9 @@ def take_frame(received: bytearray, limit: int) -> bytes | None:
         return None
     (size,) = _LENGTH.unpack_from(received)
     if size > limit:
-        raise ProtocolError(f"a message of {size} bytes, more than {limit}: it speaks another language")
+        raise ProtocolError(
+            f"a message of {size} bytes, more than {limit}: the other side does not speak this protocol"
+        )
     end = _LENGTH.size + size
     if len(received) < end:
         return None

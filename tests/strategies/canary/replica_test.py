@@ -408,7 +408,7 @@ class ResyncTest(tf.test.TestCase):
         self.assertEmpty(own.snapshots)
         self.assertEmpty(own.layouts())
         self.assertAllEqual(own.read()[0], other.read()[0])
-        with self.assertRaisesRegex(ProtocolError, "rank 0 takes no part, or no more, in the layout 010101"):
+        with self.assertRaisesRegex(ProtocolError, "rank 0 is not a part of the layout, or no longer: 010101"):
             own.layout(_WHOLE)
 
     def test_a_root_that_has_no_part_in_a_resync(self):

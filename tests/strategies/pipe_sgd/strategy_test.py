@@ -560,7 +560,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         ({"compensation": "keep"}, ValueError, "`compensation` must be one of replay, none. Received: .*='keep'"),
         ({"warmup_steps": 5}, ValueError, "`warmup_steps` must be 0 unless compensation='none'.* Received: .*=5"),
         ({"codec": "int4"}, ValueError, "`codec` must be one of"),
-        ({"codec": "top_k"}, ValueError, r"take hop_tf.codecs.TopK\(error_feedback=True\).* all but 0.01 of"),
+        ({"codec": "top_k"}, ValueError, r"use hop_tf.codecs.TopK\(error_feedback=True\).* all but 0.01 of"),
         ({"codec": 8}, TypeError, "`codec` must be a hop_tf.codecs.Codec"),
     )
     def test_refuses(self, arguments, error, message):

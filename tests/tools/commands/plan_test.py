@@ -208,7 +208,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(found.recommend_dts(codec_names=("identity",)).bytes_per_step * 12, 2 * num_values)
 
     def test_world_of_one(self):
-        with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):
+        with self.assertRaisesRegex(RuntimeError, "one rank alone has no all-reduce to measure"):
             timing.measure(hop_tf.PipeSGDStrategy())
 
     def test_refuses_codecs_that_were_not_measured(self):
@@ -380,7 +380,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     def test_refuses_a_world_of_one(self):
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}):
             strategy = hop_tf.PipeSGDStrategy()
-        with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):
+        with self.assertRaisesRegex(RuntimeError, "one rank alone has no all-reduce to measure"):
             _train(strategy)
 
     def test_refuses_like_the_launcher(self):
