@@ -76,7 +76,7 @@ def main(argv) -> None:
     del argv
     reason = network.available()
     if reason is not None:
-        sys.exit(f"There can be no network here: {reason}.")
+        sys.exit(f"Cannot create a network here: {reason}.")
     _check(_SECONDS.value)
 
 
