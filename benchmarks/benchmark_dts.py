@@ -20,7 +20,7 @@ top_k sends the largest 1 %. Their optimizers have momentum 0.9.
 
 A schedule repeats itself after floor(D / p) + 1 windows of p steps. The first two of these cycles are left out. Of
 the --num_cycles that follow the mean counts, at the slowest rank; their median is lower where some windows are late.
-`flush` is what `fit` takes to apply what is under way after its last step. `predicted` is what `hop_tf.timing` says
+`flush` is what `fit` takes to apply what is in flight after its last step. `predicted` is what `hop_tf.timing` says
 of the links that were asked for.
 
 Members that would take longer than --max_seconds, by the model, are left out, but not synchronous ones: `delay` at 10

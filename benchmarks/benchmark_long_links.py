@@ -57,7 +57,7 @@ class _Rank:
         self._peer = 1 - rank
         options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS, bandwidth_bits_per_second=case["rate"])
         self._transport = _TRANSPORTS[case["member"]](rank, case["addresses"][0], identity={}, options=options)
-        self._room = threading.Semaphore(case["num_under_way"])
+        self._room = threading.Semaphore(case["num_in_flight"])
         self._arrivals: list[tuple[float, float]] = []  # When a message was sent, and when it arrived.
         self._longest_silence = 0.0
         self._ended = threading.Event()
@@ -114,7 +114,7 @@ def _measure(link: str, member: str, lane: int | None) -> list[float]:
         "member": member,
         "lane": lane,
         "rate": rate,
-        "num_under_way": _BURST_MESSAGES + math.ceil(3 * bytes_per_second * round_trip / _MESSAGE_BYTES),
+        "num_in_flight": _BURST_MESSAGES + math.ceil(3 * bytes_per_second * round_trip / _MESSAGE_BYTES),
         "seconds": _SECONDS.value + 20 * round_trip,
     }
     network = {"round_trip_seconds": round_trip, "jitter_seconds": jitter, "reorder": jitter > 0}

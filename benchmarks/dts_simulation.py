@@ -1,7 +1,7 @@
 """DTS with all ranks in one process and one thread, without time.
 
-A rank's steps use the real code: Keras's optimizer, `OuterSteps` and `MomentumSteps`. Only the mean over ranks is in
-NumPy instead. D = 0, p = 1 is synchronous training, with SGD of any kind.
+A rank's steps use the real code: Keras's optimizer, `OuterOptimizer` and `MomentumOuterOptimizer`. Only the mean over
+ranks is in NumPy instead. D = 0, p = 1 is synchronous training, with SGD of any kind.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import TopK
-from hop_tf.runtime.outer import OuterSteps
+from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.strategies.dts.exchange import DTSSettings
-from hop_tf.strategies.dts.momentum import MomentumSteps, checked_descent
+from hop_tf.strategies.dts.momentum import MomentumOuterOptimizer, checked_descent
 from hop_tf.strategies.dts.windows import Schedule, largest
 
 
@@ -35,10 +35,10 @@ class Rank:
       optimizer: The optimizer of the model.
       outer: The merged weights.
       step: `step(x, y)` trains with this rank's rows, and returns the loss.
-      hand_out: `hand_out(window, everything)` ends a window, and returns the changes to be averaged.
+      submit: `submit(window, everything)` ends a window, and returns the changes to be averaged.
       merge: `merge(means, num_newer, share, num_steps)` merges a window of so many steps.
-      approach: `approach(num_under_way)`: as of `OuterSteps`; called at the end of a window.
-      settle: As of `OuterSteps`.
+      approach: `approach(num_in_flight)`: as of `OuterOptimizer`; called at the end of a window.
+      settle: As of `OuterOptimizer`.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Rank:
         carried = [variable.value for variable in model.non_trainable_variables if variable.value.dtype.is_floating]
         variables = [*self._trained, *carried]
         self.outer = self._make_outer(variables, [variable.read_value() for variable in variables], outer_optimizer)
-        methods = self._step, self._hand_out, self._merge, self._approach, self.outer.settle
-        self.step, self.hand_out, self.merge, self.approach, self.settle = map(tf.function, methods)
+        methods = self._step, self._submit, self._merge, self._approach, self.outer.settle
+        self.step, self.submit, self.merge, self.approach, self.settle = map(tf.function, methods)
 
-    def _make_outer(self, variables, values, outer_optimizer) -> OuterSteps:
-        return OuterSteps(
+    def _make_outer(self, variables, values, outer_optimizer) -> OuterOptimizer:
+        return OuterOptimizer(
             variables,
             values,
             num_trained=len(self._trained),
@@ -77,7 +77,7 @@ class Rank:
         self.optimizer.apply(tape.gradient(loss, self._trained), self.model.trainable_variables)
         return loss
 
-    def _hand_out(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
+    def _submit(self, window: tf.Tensor, everything: bool) -> list[tf.Tensor]:
         selection = None if everything else self._settings.selection
         return self.outer.take(functools.partial(largest, selection, window) if selection else None)
 
@@ -89,19 +89,19 @@ class Rank:
         else:
             self.outer.give(num_newer)
 
-    def _approach(self, num_under_way: int) -> None:
+    def _approach(self, num_in_flight: int) -> None:
         if self._settings.may_merge_gently:
-            self.outer.approach(num_under_way, interval=self._settings.interval)
+            self.outer.approach(num_in_flight, interval=self._settings.interval)
 
 
 class MomentumRank(Rank):
     """A rank with `compensation="momentum"`."""
 
-    def _make_outer(self, variables, values, outer_optimizer) -> MomentumSteps:
+    def _make_outer(self, variables, values, outer_optimizer) -> MomentumOuterOptimizer:
         del outer_optimizer
         descent = checked_descent(self.optimizer, self._trained)
         max_newer = self._settings.num_slots - 1
-        return MomentumSteps(descent, variables, values, num_trained=len(self._trained), max_newer=max_newer)
+        return MomentumOuterOptimizer(descent, variables, values, num_trained=len(self._trained), max_newer=max_newer)
 
     def _step(self, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         loss = super()._step(x, y)
@@ -148,18 +148,18 @@ class Job:
 
     def finish(self) -> None:
         """Merges the windows in flight, as the end of `fit` does."""
-        under_way = self._schedule.under_way(self._num_steps)
-        self._average(under_way.stop, everything=True)
-        for window in under_way:
+        in_flight = self._schedule.in_flight(self._num_steps)
+        self._average(in_flight.stop, everything=True)
+        for window in in_flight:
             self._merge(window, self._schedule.interval)
-        self._merge(under_way.stop, self._num_steps % self._schedule.interval)
+        self._merge(in_flight.stop, self._num_steps % self._schedule.interval)
         for rank in self.ranks:
             rank.settle()
         self._num_steps = 0
 
     def _average(self, window: int, everything: bool = False) -> None:
         number = tf.constant(window, tf.int64)
-        given = [[each.numpy() for each in rank.hand_out(number, everything)] for rank in self.ranks]
+        given = [[each.numpy() for each in rank.submit(number, everything)] for rank in self.ranks]
         self._means[window] = [np.mean(parts, axis=0) for parts in zip(*given, strict=True)]
 
     def _merge(self, window: int, num_steps: int) -> None:

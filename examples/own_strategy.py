@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from hop_tf.runtime import Algorithm, AveragingExchange, LateChanges
+from hop_tf.runtime import Algorithm, AveragingExchange, DeltaTracker
 from hop_tf.strategy import ExchangeStrategy
 
 
@@ -40,7 +40,7 @@ class LocalSGD(Algorithm):
     def __init__(self, group, period):
         super().__init__(group)
         self._period = period
-        self._changes = LateChanges(group.variables, group.context.values())
+        self._changes = DeltaTracker(group.variables, group.context.values())
 
     def begin_training(self):
         self._changes.reset()  # Weights that callbacks have loaded are no change.

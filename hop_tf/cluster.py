@@ -112,8 +112,8 @@ class Cluster:
         unknown = sorted(set(spec) - set(_TASK_TYPES))
         if unknown:
             raise ClusterConfigError(
-                f"Task types must be among {_TASK_TYPES}: instead of an evaluator, evaluate on a rank. "
-                f"Received: {unknown}."
+                f"Task types must be among {_TASK_TYPES}. There is no evaluator task: evaluate on a rank. Received: "
+                f"{unknown}."
             )
         tasks = {name: _addresses(spec.get(name, ()), name) for name in _TASK_TYPES}
         if len(tasks["chief"]) > 1:
@@ -128,7 +128,7 @@ class Cluster:
         if task_type not in _TASK_TYPES or index is None or index >= len(tasks[task_type]):
             raise ClusterConfigError(
                 f"The task must be one of the cluster's. Received: task type={task_type!r}, index={task_id!r}, "
-                f"cluster={spec}. Check the `task` entry of TF_CONFIG; instead of an evaluator, evaluate on a rank."
+                f"cluster={spec}. Check the `task` entry of TF_CONFIG. There is no evaluator task: evaluate on a rank."
             )
         rank = {"chief": 0, "worker": len(tasks["chief"]) + index, "ps": None}[task_type]
         return cls(addresses=addresses, rank=rank, ps_addresses=tasks["ps"], task_type=task_type, task_id=index)
@@ -196,8 +196,8 @@ def _check_distinct(addresses: tuple[str, ...]) -> None:
         endpoint = _endpoint(address)
         if endpoint in known:
             raise ClusterConfigError(
-                "Every task must have an address of its own. "
-                f"Received: {known[endpoint]!r} and {address!r}, which are the same."
+                f"Each task must have its own address. Received: {known[endpoint]!r} and {address!r}, which are the "
+                "same."
             )
         known[endpoint] = address
 

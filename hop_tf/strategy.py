@@ -29,12 +29,12 @@ from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
 from hop_tf.options import CommunicationOptions, checked_options, rank_folder
 from hop_tf.records import make_recorder
+from hop_tf.runtime.fit_loop import FitLoop
 from hop_tf.runtime.plugins import requested_plugins
 from hop_tf.runtime.profiling import StepProfiler
+from hop_tf.runtime.rank_runtime import RankRuntime
 from hop_tf.runtime.report import ReportWriter, static_identity
 from hop_tf.runtime.scheme import Scheme
-from hop_tf.runtime.training import TrainingRun
-from hop_tf.runtime.worker import Worker
 from hop_tf.transport.own_name import check_own_name
 
 
@@ -54,7 +54,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
       neighbors: Ranks that the scheme exchanges messages with. Default: all.
-      skips_steps: A sentence for errors, if the scheme may skip training steps (`Incoming.num_skipped`): it says so,
+      skips_steps: A sentence for errors, if the scheme may skip training steps (`Result.num_skipped`): it says so,
         and how users can avoid skipped steps. Default "": the scheme skips no steps.
       continue_without_lost: True if ranks train on when a rank is lost. In `fit` they then share the lost rank's rows.
         See `Scheme.agrees_on_roster`.
@@ -117,7 +117,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         patience_seconds = _checked_patience(patience_seconds, self._options.timeout_seconds, continue_without_lost)
         if cluster.world_size > 1 and cluster.make_transport is None:
             check_own_name(cluster.all_addresses, cluster.number, self._options.timeout_seconds)
-        self.training = TrainingRun(
+        self.training = FitLoop(
             self,
             rank=cluster.rank,
             world_size=cluster.world_size,
@@ -151,7 +151,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                 identity["patience_seconds"] = str(patience_seconds)
         if cluster.world_size > 1 or servers:
             try:
-                self.training.worker = Worker(
+                self.training.runtime = RankRuntime(
                     cluster=cluster,
                     options=self._options,
                     identity=static_identity(type(self).__name__, cluster, identity),
@@ -173,12 +173,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                 raise
             register_cluster(self)
             report = weakref.WeakMethod(self.report)
-            self._worker.serve_reports(lambda: _call_weakly(report) or {})
+            self._runtime.serve_reports(lambda: _call_weakly(report) or {})
         atexit.register(_shut_down_at_exit, weakref.WeakMethod(self._shut_down))
 
     @property
-    def _worker(self) -> Worker | None:
-        return self.training.worker
+    def _runtime(self) -> RankRuntime | None:
+        return self.training.runtime
 
     # For users.
 
@@ -246,12 +246,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                 "`model` must be built: train it first, or call `model.build(input_shape)`. "
                 f"Received: model={model.name!r}, which has no weights yet."
             )
-        if self._worker is not None:
+        if self._runtime is not None:
             self.training.require_outside_fit("synchronize")
             self.training.settle_sums()
             with self.training.outside_loop():
                 states = states_of(model)
-                share = self._worker.collectives.share
+                share = self._runtime.collectives.share
                 for weights in self.training.states.averaged(states, share):
                     self._average_over_ranks(weights)
                 self.training.states.agree(states, share)
@@ -262,7 +262,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         common = [optimizer for algorithm in present for optimizer in algorithm.common_optimizers()]
         counts = [iterations_variable(optimizer) for optimizer, _ in common]
         means = [tf.Variable(tf.cast(count, tf.float64)) for count in counts]
-        self._worker.collectives.average([*weights, *(slot for _, slots in common for slot in slots), *means])
+        self._runtime.collectives.average([*weights, *(slot for _, slots in common for slot in slots), *means])
         for count, mean in zip(counts, means, strict=True):
             count.assign(tf.cast(tf.round(mean), count.dtype))
 
@@ -292,7 +292,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         totals = {"rank": self.rank, **self.training.statistics.counters()}
         if self.training.shares is not None:
             totals["batch_share"] = self.batch_shares[self.rank]
-        return {**totals, **(self._worker.counters() if self._worker else {})}
+        return {**totals, **(self._runtime.counters() if self._runtime else {})}
 
     def gather_reports(self, **extra) -> list[dict] | None:
         """Brings every rank's `report()` to rank 0.
@@ -315,10 +315,10 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         for name, value in extra.items():
             _check_json(name, value)
         report = {**self.report(), **extra}
-        if self._worker is None:
+        if self._runtime is None:
             return [report]
         self.training.require_outside_fit("gather_reports")
-        return self._worker.collectives.gather(report)
+        return self._runtime.collectives.gather(report)
 
     def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
         """Makes an all-reduce of a float32 vector over the job's own links, for `hop_tf.timing.measure`. A collective.
@@ -334,10 +334,10 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           RuntimeError: If this method is called within `fit`, or there is only one rank.
           HopError: If a rank was lost or has ended.
         """
-        if self._worker is None:
-            raise RuntimeError("there is nothing to measure in a world of one. Start the script once for each rank.")
+        if self._runtime is None:
+            raise RuntimeError("one rank alone has no all-reduce to measure. Start the script once for each rank.")
         self.training.require_outside_fit("measure")
-        return self._worker.collectives.make_all_reduce(algorithm, num_values)
+        return self._runtime.collectives.make_all_reduce(algorithm, num_values)
 
     def latest_step_seconds(self) -> np.ndarray:
         """The durations of this rank's latest steps, at most 64, without waiting. The last step is at the end.
@@ -350,12 +350,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     @property
     def num_exchanged_bytes(self) -> int:
         """Bytes of the variables that are exchanged in a step, over all optimizers that still exist."""
-        return self._worker.num_bytes if self._worker else 0
+        return self._runtime.num_bytes if self._runtime else 0
 
     @property
     def num_exchanged_values(self) -> int:
         """Number of values of the variables that are exchanged in a step."""
-        return self._worker.num_values if self._worker else 0
+        return self._runtime.num_values if self._runtime else 0
 
     def shutdown(self) -> None:
         """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit.
@@ -369,7 +369,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     def _shut_down(self, error: BaseException | None) -> None:
         self._writer.close()
-        if self._worker is not None:
+        if self._runtime is not None:
             forget_cluster(self)
         self.training.close(error)
         self._close_records()
@@ -394,8 +394,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         """
         if self.training.shares is not None and self.training.shares.is_automatic:
             raise ValueError(
-                "`batch_shares` must be a list, or None, where a function makes each rank's data: it is called once, "
-                "and hop_tf divides no batch of them. Received: batch_shares='auto'."
+                "`batch_shares` must be a list or None if a function makes the data of each rank: the program calls it "
+                "once, and hop_tf does not divide its batches. Received: batch_shares='auto'."
             )
         dataset = super().distribute_datasets_from_function(dataset_fn, options)
         self.training.data.take_whole(dataset)
@@ -453,7 +453,7 @@ def _checked_min_ranks(min_ranks: int | None, world_size: int, continue_without_
         return world_size // 2 + 1 if world_size > 2 else 1
     if not continue_without_lost:
         raise ValueError(
-            "`min_ranks` must be None where all ranks raise when one is lost: pass on_peer_loss='continue'. "
+            "`min_ranks` must be None unless on_peer_loss='continue': otherwise all ranks raise if one is lost. "
             f"Received: min_ranks={min_ranks!r}."
         )
     check_integer("min_ranks", min_ranks, at_least=1, at_most=world_size if world_size > 1 else math.inf)
@@ -469,7 +469,7 @@ def _checked_patience(patience: object, timeout_seconds: float, continue_without
         return None
     if not continue_without_lost:
         raise ValueError(
-            "`patience_seconds` must be None where all ranks raise when one is lost: pass on_peer_loss='continue'. "
+            "`patience_seconds` must be None unless on_peer_loss='continue': otherwise all ranks raise if one is lost. "
             f"Received: patience_seconds={patience!r}."
         )
     is_number = isinstance(patience, numbers.Real) and not isinstance(patience, bool)
@@ -487,7 +487,7 @@ def _check_json(name: str, value: object) -> None:
         json.dumps(value)
     except TypeError as error:
         raise TypeError(
-            f"`{name}` must be something that JSON can hold, such as float(x). Received: {name}={value!r}."
+            f"`{name}` must be a value that JSON can hold, such as float(x). Received: {name}={value!r}."
         ) from error
 
 

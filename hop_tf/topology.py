@@ -204,9 +204,9 @@ class Topology:
         num_in, num_out = adjacency.sum(axis=0), adjacency.sum(axis=1)
         if np.ptp([num_in, num_out]) and not np.array_equal(adjacency, adjacency.T):  # Irregular and directed.
             raise ValueError(
-                "`graph` must be undirected, or have equally many in- and out-edges at all ranks: otherwise weights by "
-                "neighbors' degrees are not doubly stochastic, and only a mixing matrix of one's own may serve. "
-                f"Received: graph with {num_in.tolist()} in-edges and {num_out.tolist()} out-edges at ranks 0, 1, ..."
+                "`graph` must be undirected, or have equally many in- and out-edges at all ranks. Otherwise weights by "
+                "neighbors' degrees are not doubly stochastic: pass a mixing matrix instead. Received: graph with "
+                f"{num_in.tolist()} in-edges and {num_out.tolist()} out-edges at ranks 0, 1, ..."
             )
         weights = adjacency / (1 + np.maximum.outer(num_in, num_in))  # Uniform if the graph is regular.
         np.fill_diagonal(weights, 1 - weights.sum(axis=0))

@@ -13,8 +13,8 @@ import tensorflow as tf
 from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.averaging import LateChanges
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.deltas import DeltaTracker
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.replica_state import spec_of
 from hop_tf.strategies.shat.exchange import ShatExchange
@@ -71,7 +71,7 @@ class ShatWorker:
             BufferPool(),
             optimizer=weakref.ref(self.optimizer),
             trained=trained,
-            carried=LateChanges(carried, [variable.read_value() for variable in carried]),
+            carried=DeltaTracker(carried, [variable.read_value() for variable in carried]),
         )
         self.exchange = ShatExchange(context, settings)
 
@@ -81,8 +81,8 @@ class ShatWorker:
         buckets[0][:NUM_VALUES] = value
         bucket, where = self.packing.place(len(self.packing.specs) - 1)
         buckets[bucket][where][:2] = rate, is_applied
-        incoming = self.exchange.step(Outgoing(step, 0, tuple(buckets)))
-        return incoming.buckets[0][:NUM_VALUES], incoming.buckets[bucket][where.start :]
+        result = self.exchange.step(Request(step, 0, tuple(buckets)))
+        return result.buckets[0][:NUM_VALUES], result.buckets[bucket][where.start :]
 
 
 class ShatThreads(contextlib.ExitStack):

@@ -198,7 +198,10 @@ def register(member: type[Codec]) -> None:
     """Registers a codec under its name. Raises TypeError if it breaks the rules for codecs."""
     sound = member() == member() and member().bytes_per_value > 0 and not member().error_feedback
     if not sound or member.name in _CODECS:
-        raise TypeError(f"{member.__name__} is no codec that can be registered.")
+        raise TypeError(
+            f"{member.__name__} cannot be registered as a codec: it has error feedback, is not equal to itself, or has "
+            "a known name."
+        )
     _CODECS[member.name] = member
 
 

@@ -43,7 +43,7 @@ class Identity(Codec):
             raise ValueError(f"`dtype` must be a floating-point type. Received: dtype={self.dtype!r}.")
         object.__setattr__(self, "dtype", dtype.name)
         if self.error_feedback and not self.is_lossy:
-            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
+            raise ValueError("`error_feedback` must be False for a codec without loss. Received: error_feedback=True.")
 
     @property
     def is_lossy(self) -> bool:

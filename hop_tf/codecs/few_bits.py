@@ -65,8 +65,8 @@ class _FewBits(Codec, abc.ABC):
         num_in_last = num_values * self.bits % 8
         if num_in_last and codes[-1] >> num_in_last:  # Otherwise data of one value more could pass.
             raise ValueError(
-                f"`data` must be what {self} encodes {num_values} values to. Received: {data.nbytes} bytes, whose bits "
-                "behind the last code are not zero."
+                f"`data` must be {num_values} values in the format of {self}. Received: {data.nbytes} bytes. The bits "
+                "after the last code are not zero."
             )
         return scales, codes
 

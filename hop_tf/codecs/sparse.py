@@ -81,7 +81,7 @@ class Sparse(Codec):
         check_integer("warmup_steps", self.warmup_steps, at_least=0)
         object.__setattr__(self, "values", values)
         if self.error_feedback and not self.is_lossy:
-            raise ValueError("`error_feedback` must be False where nothing is lost. Received: error_feedback=True.")
+            raise ValueError("`error_feedback` must be False for a codec without loss. Received: error_feedback=True.")
         object.__setattr__(self, "ratio", float(self.ratio))
         object.__setattr__(self, "warmup_steps", int(self.warmup_steps))
 
@@ -164,7 +164,7 @@ class Sparse(Codec):
         self._check(data, num_values, data.nbytes >= _HEADER_BYTES, "header is cut off")
         length, count, num_bytes = map(int, data[:_HEADER_BYTES].view(np.uint64))
         start = _start(num_bytes)
-        self._check(data, num_values, length == num_values, f"header tells of {length} values")
+        self._check(data, num_values, length == num_values, f"header announces {length} values")
         self._check(data, num_values, data.nbytes >= start, "indices are cut off")
         end = _HEADER_BYTES + num_bytes
         self._check(data, num_values, not data[end:start].any(), "padding is not zero")
@@ -179,8 +179,8 @@ class Sparse(Codec):
 
     def _problem(self, data: np.ndarray, num_values: int, problem: str) -> str:
         return (
-            f"`data` must be what {self} encodes {num_values} values to. "
-            f"Received: {data.nbytes} bytes, whose {problem}."
+            f"`data` must be {num_values} values in the format of {self}. Received: {data.nbytes} bytes, whose "
+            f"{problem}."
         )
 
 

@@ -202,8 +202,8 @@ class AllReduce(abc.ABC):
                     continue
             except ValueError as error:
                 raise ProtocolError(
-                    f"rank {self._membership.rank}: in step {training_step} a part of the mean {self._name!r} could "
-                    f"not be decoded: {error}"
+                    f"rank {self._membership.rank}: cannot decode a part of the mean {self._name!r} in step "
+                    f"{training_step}: {error}"
                 ) from error
             for vector, mean in zip(self._vectors, means, strict=True):
                 vector.end_step(mean)
@@ -221,7 +221,7 @@ class AllReduce(abc.ABC):
         if data is None:
             return None
         if data.nbytes != sum(values.nbytes for values in vectors):
-            raise ProtocolError(f"{data.nbytes} bytes came where the means {self._name!r} were expected.")
+            raise ProtocolError(f"expected the means {self._name!r}. Received: {data.nbytes} bytes.")
         means = []
         for values in vectors:
             mean = self._pool.take(values.nbytes)

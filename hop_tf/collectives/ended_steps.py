@@ -174,7 +174,7 @@ class EndedSteps:
             return [] if is_over else awaited(others)
 
         self._membership.wait(
-            missing, operation="hear who has ended the step", step=operation.training_step, interruptible=False
+            missing, operation="learn which rank has ended the step", step=operation.training_step, interruptible=False
         )
 
     def _takes_part_still(self, operation: Operation, others: Collection[int]) -> bool:
@@ -258,8 +258,8 @@ class EndedSteps:
             return  # The sender was lost, and has joined again since.
         if asked.digest != digest:
             raise ProtocolError(
-                f"rank {self._membership.rank}: rank {message.sender} has ended step {place[1]} with other ranks than "
-                "those that this rank has sent its part to."
+                f"rank {self._membership.rank}: rank {message.sender} has ended step {place[1]} with other ranks. This "
+                "rank has sent its part to a different set of ranks."
             )
         self._asked = None
         self._ended = _Ended(place, asked.ranks, asked.incarnations, digest, [message.payload])

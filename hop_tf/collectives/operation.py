@@ -229,8 +229,8 @@ class Operation:
         for rank in awaited:
             if rank in self._ended and self._membership.departure(rank) is not None:
                 raise PeerLostError(
-                    f"rank {self._membership.rank}: rank {rank} has ended step {self.training_step} without this one, "
-                    "which had not joined by then, or lacks what a rank that was lost has sent to others."
+                    f"rank {self._membership.rank}: rank {rank} has ended step {self.training_step} without this rank. "
+                    "This rank had not joined yet, or lacks a message that a lost rank has sent to others."
                 )
 
     def check_ranks(self) -> None:

@@ -180,7 +180,8 @@ class TreeCollectives:
                     departure = self._membership.departure(sender)
                     kind = PeerFailedError if departure.failed else PeerLostError
                     reason = departure.reason or (
-                        "it has made all its steps. Ranks must make equally many where values of all are asked for."
+                        "it has made all its steps. All ranks must make the same number of steps if a step needs the "
+                        "values of all ranks."
                     )
                     raise kind(f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {reason}")
             return awaited
@@ -198,6 +199,6 @@ class TreeCollectives:
 def _split(payload: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Cuts bytes into arrays shaped as `like`."""
     if payload.nbytes != sum(a.nbytes for a in like):
-        raise ProtocolError(f"{payload.nbytes} bytes came where {sum(a.nbytes for a in like)} were expected.")
+        raise ProtocolError(f"expected {sum(a.nbytes for a in like)} bytes. Received: {payload.nbytes} bytes.")
     ends = np.cumsum([a.nbytes for a in like])
     return [payload[end - a.nbytes : end].view(a.dtype).reshape(a.shape) for a, end in zip(like, ends, strict=True)]

@@ -192,9 +192,9 @@ class AdaptedLayers:
         difference = _first_difference([*_in_words(tokens), *first[3]], [*_in_words(their_tokens), *theirs[3]])
         raise MismatchError(
             f"the layer {name.removesuffix(', 1 of 1')} has another table on rank {rank} than on rank 0: {difference}. "
-            "Tables are no weights: each rank keeps its own, and the ranks would train on different inputs. Call "
-            f"`adapt` on the same data on all ranks. Or give all ranks the table of one: {remedy}. If each rank is to "
-            "have its own table, say so: hop_tf.state(layer, 'own')."
+            "Ranks do not average tables, so they would train on different inputs. Call `adapt` with the same data on "
+            f"all ranks. Or give all ranks the table of one rank: {remedy}. To keep a table of its own on each rank, "
+            "call hop_tf.state(layer, 'own')."
         )
 
 

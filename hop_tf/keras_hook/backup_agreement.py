@@ -105,9 +105,9 @@ def _require_callbacks(offers: Sequence[list | None]) -> None:
     if without:
         raise MismatchError(
             "`callbacks` must have a BackupAndRestore on all ranks or on none. Received: "
-            f"{_ranks(rank for rank, offer in enumerate(offers) if offer)} would go on from a backup; "
-            f"{_ranks(without)} would begin at the first epoch, without such a callback. Pass it on all ranks: a rank "
-            "without a backup gets a copy of another rank's."
+            f"{_ranks(rank for rank, offer in enumerate(offers) if offer)} would resume from a backup; "
+            f"{_ranks(without)} would begin at the first epoch, without the callback. Pass the callback on all ranks. "
+            "A rank without a backup gets a copy from another rank."
         )
 
 
@@ -122,7 +122,7 @@ def _choose(known: Mapping[int, Sequence[Position]], *, in_lock_step: bool) -> d
 
 def _told(rank: int, own: Sequence[Position] | None, source: int, position: Position) -> str:
     has = f"has only older backups ({_describe(own)})" if own else "has no backup"
-    return f"rank {rank} {has}. It goes on from a copy of rank {source}'s: {_describe([position])}."
+    return f"rank {rank} {has}. It resumes from a copy of the backup of rank {source}: {_describe([position])}."
 
 
 def _ranks(ranks: Iterable[int]) -> str:

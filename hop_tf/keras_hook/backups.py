@@ -54,7 +54,9 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
 
     def __init__(self, backup_dir: str | os.PathLike, save_freq: str | int = "epoch", delete_checkpoint: bool = True):
         if "://" in os.fspath(backup_dir):
-            raise ValueError(f"`backup_dir` must be a folder of a file system. Received: backup_dir={backup_dir!r}.")
+            raise ValueError(
+                f"`backup_dir` must be a directory in a file system, not a URL. Received: backup_dir={backup_dir!r}."
+            )
         super().__init__(backup_dir, save_freq=save_freq, delete_checkpoint=delete_checkpoint)
         self._chosen: Position | None = None
 
@@ -96,11 +98,13 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
         backups = self._backups()
         problems = {path: problem for path in backups if (problem := _problem_of_backup(path)) is not None}
         for path, problem in problems.items():
-            logging.warning("The backup %s is damaged (%s). The one before is taken, if there is one.", path, problem)
+            logging.warning(
+                "The backup %s is damaged (%s). hop_tf uses the previous backup, if there is one.", path, problem
+            )
         if problems and len(problems) == len(backups):
             raise OSError(
-                f"no backup in {self.backup_dir} is whole: {', '.join(path.name for path in backups)}. Remove the "
-                "folder to begin anew, or bring back a copy of a backup."
+                f"all backups in {self.backup_dir} are damaged: {', '.join(path.name for path in backups)}. Remove the "
+                "directory to start over, or restore a copy of a backup."
             )
         return [path for path in backups if path not in problems]
 
@@ -130,8 +134,8 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
             self._write_newest({_WEIGHTS: _weights_of(self.model), _METADATA: metadata})
         except OSError as error:
             logging.warning(
-                "The backup in %s cannot be written: %s. Training goes on; %s.",
-                *(self.backup_dir, error, "the former backup stays" if self._backups() else "there is no backup yet"),
+                "Cannot write the backup in %s: %s. Training continues; %s.",
+                *(self.backup_dir, error, "the previous backup stays" if self._backups() else "there is no backup yet"),
             )
 
     def _write_newest(self, contents: Mapping[str, bytes | memoryview]) -> None:
@@ -292,14 +296,14 @@ def _check_files(folder: pathlib.Path) -> None:
         return
     former = [path.with_name(f"{path.name}.bkp") for path in (weights, metadata)]
     if all(path.exists() for path in former) and _problem_of_files(*former) is None:
-        logging.warning("BackupAndRestore goes on from the former backup: %s.", problem)
+        logging.warning("BackupAndRestore resumes from the previous backup: %s.", problem)
         for path in former:
             shutil.copy(path, path.with_suffix(""))
         return
     raise OSError(
-        f"BackupAndRestore cannot restore from {folder}: {problem}. The process or its machine has ended while it was "
-        "written, or its disk was full. Remove the folder to begin anew, or bring back a copy of it. "
-        "hop_tf.callbacks.AtomicBackupAndRestore writes backups that are always whole."
+        f"BackupAndRestore cannot restore from {folder}: {problem}. Probably the process stopped while it wrote the "
+        "backup, or the disk was full. Remove the directory to start over, or restore a copy of it. "
+        "hop_tf.callbacks.AtomicBackupAndRestore never leaves a half-written backup."
     )
 
 
@@ -313,7 +317,7 @@ def _problem_of_files(weights: pathlib.Path, metadata: pathlib.Path) -> str | No
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             return f"{path} is damaged ({type(error).__name__}: {error})"
     if weights.exists() and not metadata.exists():
-        return f"{weights} is there without {metadata}"
+        return f"{weights} exists without {metadata}"
     return None
 
 

@@ -12,8 +12,8 @@ from tensorflow.python.util import nest
 
 _RULE = (
     "all parts of a batch must have the same number of rows, because ranks and devices share a batch by its rows. If "
-    "parts differ on purpose, as the nodes and edges of a graph do, give each rank batches of its own, which are taken "
-    "as they are: `fit(strategy.distribute_datasets_from_function(make_dataset))`, with one device per rank. Received"
+    "parts differ on purpose, as the nodes and edges of a graph do, let each rank make its own batches, and use one "
+    "device per rank: `fit(strategy.distribute_datasets_from_function(make_dataset))`. Received"
 )
 _NAMES_OF_PARTS = ("x", "y", "sample_weight")
 

@@ -60,9 +60,9 @@ def in_common_order(dataset: tf.data.Dataset, seed: int, *, takes_slices: bool) 
         return dataset
     if names := without_fixed_order(dataset):
         logging.warning(
-            "elements of the training data may come in another order on each rank, by %s: ranks train on slices of "
-            "each batch, and would leave out some rows. Leave `deterministic=False` out. With the tf.data service, "
-            "give `distribute` a `job_name`, the same one on all ranks.",
+            "the order of the training data may differ between ranks, because of %s. Each rank trains on its slice of "
+            "each batch, so ranks would miss some rows. Remove `deterministic=False`. With the tf.data service, give "
+            "`distribute` the same `job_name` on all ranks.",
             " and ".join(sorted(set(names))),
         )
     return with_common_order(dataset, seed)
@@ -190,7 +190,7 @@ def _name(dataset: tf.data.Dataset) -> str:
 
 def _cannot_order(received: str) -> CannotOrderError:
     return CannotOrderError(
-        "the order of a dataset must be the same on all ranks, because each trains on its slice of every batch: with "
-        "another order on each rank, some rows are left out. Give `Dataset.shuffle` a seed, the same one on all ranks: "
+        "the order of a dataset must be the same on all ranks, because each rank trains on its slice of every batch. "
+        "If the orders differ, ranks miss some rows. Give `Dataset.shuffle` the same seed on all ranks: "
         f"`dataset.shuffle(buffer_size, seed=0)`. Received: {received}."
     )

@@ -188,9 +188,9 @@ def _check_endless(dataset: tf.data.Dataset) -> None:
     num_batches = int(dataset.cardinality())
     if num_batches >= 0:
         raise ValueError(
-            "under AutoShardPolicy.OFF every rank takes all of the data, in batches of its share's size, so that there "
-            "are more of them than Keras has counted. Repeat the dataset (`Dataset.repeat()`) and give "
-            f"`steps_per_epoch`. Received: a dataset of {num_batches} batches."
+            "under AutoShardPolicy.OFF, every rank reads the whole dataset in smaller batches. There are more of these "
+            "batches than Keras has counted. Repeat the dataset (`Dataset.repeat()`) and give `steps_per_epoch`. "
+            f"Received: a dataset of {num_batches} batches."
         )
 
 

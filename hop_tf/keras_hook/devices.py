@@ -240,9 +240,9 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
     def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
         if self.hooks.num_rows is not None:
             raise ValueError(
-                "`batch_shares` must be None where a step combines values of all ranks (`all_reduce`, or a layer with "
-                "`synchronized=True`) and a rank has several devices: gradients through that are not weighed by rows "
-                f"then. Received: {len(self.worker_devices)} devices."
+                "`batch_shares` must be None if a step combines values of all ranks (`all_reduce`, or a layer with "
+                "`synchronized=True`) and a rank has several devices. Such gradients are not weighted by rows. "
+                f"Received: {len(self.worker_devices)} devices."
             )
         return [self._reduce(reduce_op, value) for value, _ in value_destination_pairs]
 
@@ -321,7 +321,7 @@ def _explain_parts(error: Exception) -> None:
     """Raises ValueError if a step has failed because it took a batch by itself, with the parts of all devices."""
     if f"{values.PerReplica.__name__}:{{" in str(error):
         raise ValueError(
-            "a step that runs on several devices must get its part of a batch by its arguments: take the batch outside "
+            "a step that runs on several devices must get its part of a batch as an argument: take the batch outside "
             "of `strategy.run`, as in `strategy.run(step, args=next(iterator))`. Received: a batch with the parts of "
             "all devices, within the step."
         ) from error
@@ -405,9 +405,10 @@ def _make_logical_cpus(number: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * number)
     except RuntimeError as error:
         raise ValueError(
-            f"logical devices were asked for (by {DEVICES_VARIABLE}, as `hop_tf launch --devices_per_worker` sets it, "
-            "on a machine without GPUs), and TensorFlow has been used before: make the strategy at the start of the "
-            f"script. Received: {DEVICES_VARIABLE}={number}. TensorFlow says: {error}"
+            "cannot create logical devices, because the script has used TensorFlow before. Create the strategy at the "
+            f"start of the script. ({DEVICES_VARIABLE}, which `hop_tf launch --devices_per_worker` sets, asks for "
+            f"logical devices on a machine without GPUs.) Received: {DEVICES_VARIABLE}={number}. TensorFlow says: "
+            f"{error}"
         ) from error
 
 

@@ -57,9 +57,9 @@ def no_batch(context: tf.distribute.InputContext) -> ValueError:
     return ValueError(
         f"rank {context.input_pipeline_id} of {context.num_input_pipelines} has no data: every rank must have at least "
         "one batch. Under AutoShardPolicy.FILE, ranks share the files: give at least as many files as ranks, or take "
-        "AutoShardPolicy.DATA, under which ranks share each batch. What `make_dataset` in "
-        "`strategy.distribute_datasets_from_function(make_dataset)` returns must not be empty on any rank. "
-        "Received: data without a batch."
+        "AutoShardPolicy.DATA, under which ranks share each batch. In "
+        "`strategy.distribute_datasets_from_function(make_dataset)`, `make_dataset` must return a batch or more on "
+        "every rank. Received: data without a batch."
     )
 
 
@@ -72,11 +72,11 @@ def _fixed_batch_size(model: keras.Model) -> int | None:
 def _explain(expected: int, rows: int, num_ranks: int, num_devices: int) -> str:
     num_parts = num_ranks * num_devices
     return (
-        f"the model was made for batches of {expected} rows, by `keras.Input(batch_shape=({expected}, ...))`, and gets "
+        f"the model expects batches of {expected} rows, by `keras.Input(batch_shape=({expected}, ...))`, and gets "
         f"{rows} rows. `fit` shares each batch among ranks and their devices, {num_parts} in all; validation, "
-        "`evaluate` and `predict` take whole batches on every rank. So write "
-        f"`model.fit(..., batch_size={expected * num_parts}, validation_batch_size={expected * num_devices})` and "
-        f"`model.evaluate(..., batch_size={expected * num_devices})`. To train on batches of another size, make the "
-        f"model for its part of them: `keras.Input(batch_shape=(batch_size // {num_parts}, ...))`. Leave "
-        f"`batch_shares` out: they make parts of different sizes. Received: {rows} rows, batch_shape=({expected}, ...)."
+        "`evaluate` and `predict` take whole batches on every rank. So write `model.fit(..., "
+        f"batch_size={expected * num_parts}, validation_batch_size={expected * num_devices})` and `model.evaluate(..., "
+        f"batch_size={expected * num_devices})`. To train on batches of another size, make the model for its part of "
+        f"them: `keras.Input(batch_shape=(batch_size // {num_parts}, ...))`. Leave `batch_shares` out: they make parts "
+        f"of different sizes. Received: {rows} rows, batch_shape=({expected}, ...)."
     )

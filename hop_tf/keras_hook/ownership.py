@@ -88,10 +88,10 @@ def _check(what: Any, owner: Owner) -> None:
             f"results of a metric. Received: owner={owner.value!r}, what={what.name!r}."
         )
     if _is_variable(what) and owner is Owner.SUM and _is_bool(what):
-        raise ValueError(f"`owner` must not be 'sum' for a state of truth values. Received: what={_path_of(what)!r}.")
+        raise ValueError(f"`owner` must not be 'sum' for a boolean state. Received: what={_path_of(what)!r}.")
     if _is_variable(what) and owner is Owner.MEAN and not _is_floating(what):
         raise ValueError(
-            "`owner` must not be 'mean' for a state that is not of floats. Take 'sum', 'max', 'first' or 'own'. "
+            "`owner` must not be 'mean' for a state that is not floating-point. Take 'sum', 'max', 'first' or 'own'. "
             f"Received: owner='mean', what={_path_of(what)!r} of {tf.as_dtype(what.dtype).name}."
         )
 
@@ -174,8 +174,8 @@ def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
     if (owner := _OF_AGGREGATIONS.get(tf_variable(variable).aggregation)) is not None:
         if owner is Owner.SUM and _is_bool(variable):
             raise ValueError(
-                "`aggregation` must not be 'sum' for a state of truth values. Write `hop_tf.state(variable, 'max')` to "
-                f"have it true if it is on any rank. Received: aggregation='sum', variable={_path_of(variable)!r}."
+                "`aggregation` must not be 'sum' for a boolean state. Write `hop_tf.state(variable, 'max')`: then it "
+                f"is true if it is true on any rank. Received: aggregation='sum', variable={_path_of(variable)!r}."
             )
         return owner if _can_have(variable, owner) else Owner.OWN
     marks = [mark for layer in layers if (mark := mark_of(layer)) is not None]

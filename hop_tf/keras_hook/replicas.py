@@ -44,9 +44,9 @@ class Replicas:
         if self._has_assumed and len(set(self._known)) > 1:
             self._has_assumed = False
             logging.warning(
-                "rank %d: ranks have %s devices. Replica ids that were asked for before the first `fit`, or the first "
-                "update of a custom loop, may be those of other ranks too: they count as if all ranks had %d devices. "
-                "Use `strategy.rank` there.",
+                "rank %d: ranks have %s devices. Before the first `fit`, or the first update of a custom loop, replica "
+                "ids assume that all ranks have %d devices. Ids that the program read before may belong to other "
+                "ranks, too. Use `strategy.rank` there.",
                 *(self._rank, self._known, self.num_devices),
             )
 

@@ -84,7 +84,7 @@ class CallbackPaths:
                 path = os.fspath(getattr(callback, name)).rstrip(os.sep)
                 own = _own_path(callback, path, rank)
                 logging.warning(
-                    "%s of rank %d writes to %s: rank %d has %s.",
+                    "%s of rank %d writes to %s, because rank %d writes to %s.",
                     *(type(callback).__name__, rank, own, owner, path),
                 )
                 setattr(callback, name, own)

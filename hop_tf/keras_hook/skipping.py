@@ -66,13 +66,13 @@ class StepSkipping:
         """
         if not in_fit:
             raise ValueError(
-                f"{self._why} That takes `fit`: the steps of a custom loop, or of `train_on_batch`, cannot be passed "
-                "over. Train with `fit`, with a train_step of your own if need be."
+                f"{self._why} Only `fit` can skip steps; a custom loop and `train_on_batch` cannot. Train with `fit`, "
+                "with a train_step of your own if needed."
             )
         if self._optimizer not in (None, optimizer):
             raise ValueError(
-                f"{self._why} So a step must update by one optimizer only: several would skip differently. "
-                f"Received: {type(self._optimizer).__name__} and {type(optimizer).__name__} in one step."
+                f"{self._why} So a step must use one optimizer only, because several optimizers would skip different "
+                f"steps. Received: {type(self._optimizer).__name__} and {type(optimizer).__name__} in one step."
             )
         self._optimizer = optimizer
 

@@ -147,8 +147,8 @@ class StepTrace:
         if graph is not self._graph:
             raise ValueError(
                 "a step under hop_tf must not update variables within a tf.function of its own. Decorate the function "
-                "that calls strategy.run, not the one that it runs; a model's train_step needs none, as `fit` compiles "
-                f"it. Received: an update within {graph.name!r}."
+                "that calls strategy.run, not the function that strategy.run runs. A model's train_step needs no "
+                f"decorator, because `fit` compiles it. Received: an update within {graph.name!r}."
             )
 
     def read_states(self) -> None:

@@ -70,9 +70,9 @@ def _refuse_forgotten_scope(strategy: tf.distribute.Strategy, what: str) -> None
     is_default = strategy is tf.distribute.get_strategy() and not tf.distribute.has_strategy()
     if is_default and (cluster := next(iter(_clusters), None)) is not None:
         raise ValueError(
-            f"{what} was made outside of the scope of the {type(cluster).__name__} in use: it would train on this rank "
-            "alone. Make it, or load it, within `strategy.scope()`; to compile it there is not enough. What is to be "
-            "trained on this rank alone belongs in the scope of another strategy, such as "
+            f"{what} was created outside of the scope of the {type(cluster).__name__} in use: it would train on this "
+            "rank alone. Create it, or load it, within `strategy.scope()`. Compiling it there is not enough. To train "
+            "it on this rank alone, create it in the scope of another strategy, such as "
             "tf.distribute.OneDeviceStrategy('/cpu:0')."
         )
 

@@ -65,18 +65,18 @@ def _of_values(rank: int, first: object, theirs: object) -> str:
     return (
         f"rank {rank} tries other hyperparameters than rank 0. Rank 0 tries {first}, rank {rank} tries {theirs}. All "
         "ranks train one model together, so give the tuner the same `seed` on all ranks, as in "
-        "`keras_tuner.RandomSearch(build_model, seed=1, ...)`. A tuner that learns from former trials also needs the "
-        "same metrics on all ranks: pass hop_tf.callbacks.MetricAverage() to `search`. And do not go on with a search "
-        "that some ranks have not made: overwrite=True begins anew."
+        "`keras_tuner.RandomSearch(build_model, seed=1, ...)`. A tuner that learns from earlier trials also needs the "
+        "same metrics on all ranks: pass hop_tf.callbacks.MetricAverage() to `search`. Do not resume a search that "
+        "some ranks have not made: pass overwrite=True to start over."
     )
 
 
 def _of_directories(rank: int, owner: int, directory: str) -> str:
     return (
-        "`directory` of a tuner must be another one on each rank, as in "
-        'keras_tuner.RandomSearch(build_model, directory=f"search/rank_{strategy.rank}", ...). Ranks write '
-        "their trials and weights over each other's. "
-        f"Received: {directory} on rank {rank}, which is the place that rank {owner} uses."
+        "`directory` of a tuner must be different on each rank, as in "
+        'keras_tuner.RandomSearch(build_model, directory=f"search/rank_{strategy.rank}", ...). Otherwise ranks '
+        "overwrite each other's trials and weights. "
+        f"Received: {directory} on rank {rank}, which rank {owner} uses, too."
     )
 
 

@@ -102,7 +102,7 @@ class Twin:
         optimizer = self._optimizer()
         if decays(optimizer, self._theirs[0]) != self._have_decay:
             raise ValueError(
-                "`exclude_from_weight_decay` must be called before the training begins. Received: a call after it, for "
+                "`exclude_from_weight_decay` must be called before the training begins. Received: a later call, for "
                 f"{type(optimizer).__name__}."
             )
         moved = object.__new__(type(optimizer))

@@ -111,7 +111,7 @@ def follows_weights(kind: type) -> bool:
         try:
             kind(name="tried").apply([tf.constant([0.1, 0.1])], [variable])
         except Exception as error:  # A user's optimizer may raise anything. Training will show if it works.
-            logging.info("%s was not tried: %s: %s", kind.__name__, type(error).__name__, error)
+            logging.info("could not test the update rule of %s: %s: %s", kind.__name__, type(error).__name__, error)
             return True
         first, second = variable.numpy()
     return abs(second - first) > 0.5

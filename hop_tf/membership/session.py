@@ -235,7 +235,7 @@ class Membership(Waiting):
                 departure = self.departure(rank)
                 if departure.failed and departure.num_rounds <= number:
                     raise PeerFailedError(
-                        f"rank {self.rank}: rank {rank} has failed, and the others do not go on without it: "
+                        f"rank {self.rank}: rank {rank} has failed, and the other ranks do not continue without it: "
                         f"{departure.reason}"
                     )
 
@@ -247,7 +247,7 @@ class Membership(Waiting):
             for rank in sorted(lost.keys() - known - {self.rank}):
                 self.num_lost += 1
                 self._note_event(Kind.LOSS, rank, lost[rank])
-                logging.warning("rank %d: the servers go on without rank %d: %s", self.rank, rank, lost[rank])
+                logging.warning("rank %d: the servers continue without rank %d: %s", self.rank, rank, lost[rank])
 
     def missing(self) -> set[int]:
         """The ranks that do not make this rank's next step: they are lost, or have left with fewer steps."""
@@ -307,7 +307,7 @@ class Membership(Waiting):
         with self.monitor:
             lost = self._departures.lost()
             leaves = [self._departures.leave_of(*each) for each in lost.items()]
-            former = Departure({}, "it was started again", final=True, lost=True, num_rounds=self.num_rounds)
+            former = Departure({}, "it was restarted", final=True, lost=True, num_rounds=self.num_rounds)
             for other, incarnation in self._departures.incarnations.items():
                 if incarnation and other not in lost:
                     leaves.append(self._departures.leave_of(other, former, incarnation=incarnation - 1))
@@ -369,20 +369,18 @@ class Membership(Waiting):
         self._departures.begin_incarnation(rank, join.incarnation)
         self.num_joined += 1
         self._note_event(Kind.JOIN, rank, "")
-        logging.warning("rank %d: rank %d takes part again.", self.rank, rank)
+        logging.warning("rank %d: rank %d has rejoined.", self.rank, rank)
         self.monitor.notify_all()
         return True
 
     def require_all(self, operation: str) -> None:
         """Raises PeerLostError if a rank was lost, the others went on without it, and the rank has not joined again."""
         if self.joining:
-            raise PeerLostError(
-                f"rank {self.rank}: {operation} takes all ranks, and this one has not joined them again."
-            )
+            raise PeerLostError(f"rank {self.rank}: {operation} needs all ranks, and this rank has not rejoined them.")
         # Before the first session, losses do not count: ranks in a running session let this process join them.
         for rank, departure in self._departures.lost().items() if self._begun_session else ():
             raise PeerLostError(
-                f"rank {self.rank}: {operation} takes all ranks, and rank {rank} was lost: {departure.reason}"
+                f"rank {self.rank}: {operation} needs all ranks, and rank {rank} was lost: {departure.reason}"
             )
 
     # Messages.
@@ -428,13 +426,15 @@ class Membership(Waiting):
     def _on_leave(self, message: Message) -> None:
         leave = parse(membership_pb2.Leave, message)
         if not 0 <= leave.rank < self.world_size:
-            raise ProtocolError(f"rank {message.sender} announced that rank {leave.rank} leaves: no such rank.")
+            raise ProtocolError(
+                f"rank {message.sender} announced that rank {leave.rank} leaves, but there is no such rank."
+            )
         end = self._departures.end_of(message.sender)
         if leave.lost and end is not None and end.lost:
             return  # A rank that was frozen finds the others silent, although they are not lost.
         if leave.rank == self.rank and leave.lost:
             if self._begun_session and leave.incarnation == self.incarnation:  # Otherwise about an earlier process.
-                self._hear_of_own_loss(f"rank {self.rank}: the others went on without this rank: {leave.reason}")
+                self._hear_of_own_loss(f"rank {self.rank}: the other ranks continued without this rank: {leave.reason}")
             return
         with self.monitor:
             if leave.lost:
@@ -451,7 +451,7 @@ class Membership(Waiting):
             if self._patience is None or self.has_left or self._failure is not None:
                 self.fail(PeerLostError(text))
                 return
-            logging.warning("%s It joins them again.", text)
+            logging.warning("%s This rank rejoins them.", text)
             self.num_left_behind += 1
             self._failure = LeftBehind(text)
             self.monitor.notify_all()
@@ -511,8 +511,8 @@ class Membership(Waiting):
             self.is_given_up = True  # Ranks that train on do so without this one.
             self.fail(
                 PeerLostError(
-                    f"rank {self.rank}: {too_few} Others may train on, on the other side of a cut. Missing are "
-                    f"{reasons}. Start these ranks again."
+                    f"rank {self.rank}: {too_few} The missing ranks may train on, on the other side of a network "
+                    f"partition. Missing: {reasons}. Restart these ranks."
                 )
             )
             return
@@ -522,7 +522,7 @@ class Membership(Waiting):
             leave.rank,
             what,
             leave.reason if leave.reason.endswith(".") else f"{leave.reason}.",
-            "share from now on" if self.divides_anew else "go on without",
+            "now share" if self.divides_anew else "continue without",
             self.world_size,
             " This rank trains alone now." if len(missing) == self.world_size - 1 else "",
         )

@@ -70,7 +70,7 @@ class Silence:
         self._looked_at = now
         new = [rank for rank in awaited if rank not in self.ranks and self._has_not_answered(rank)]
         for rank in new:
-            logging.info("rank %d: rank %d is silent, and is not waited for.", self._membership.rank, rank)
+            logging.info("rank %d: rank %d is silent. This rank does not wait for it.", self._membership.rank, rank)
             self._found_at[rank] = now
         self.num_passed_by += len(new)
         self.ranks |= {*new}

@@ -323,8 +323,8 @@ class Waiting(abc.ABC):
         peers = ", ".join(f"{self._name_of(peer)} ({_liveness(self.transport.status(peer))})" for peer in awaited)
         where = "" if step is None else f", step {step}"
         return (
-            f"rank {self.rank}{where}: {operation}: it has waited {waited:.0f} s for {peers}. It waits on: "
-            f"{self._options.progress_timeout_seconds:g} s for one that is heard (see progress_timeout_seconds)."
+            f"rank {self.rank}{where}: {operation}: it has waited {waited:.0f} s for {peers}. It waits up to "
+            f"{self._options.progress_timeout_seconds:g} s for a rank that is alive (see progress_timeout_seconds)."
         )
 
     def _note_cause(self, peer: int, error: Exception) -> None:
@@ -393,8 +393,8 @@ class Waiting(abc.ABC):
             return None
         self.is_given_up = True
         return PeerLostError(
-            f"rank {self.rank}: ranks {unheard} were not heard for {limit_seconds:g} s. {too_few} This rank may be the "
-            f"one that is cut off. {error}"
+            f"rank {self.rank}: ranks {unheard} sent nothing for {limit_seconds:g} s. {too_few} The network of this "
+            f"rank may be the one that fails. {error}"
         )
 
     def _statuses_of_present(self, asks: bool) -> dict[int, PeerStatus]:

@@ -50,10 +50,10 @@ class Kind(enum.IntEnum):
 
 # The outcomes of updates and steps. A strategy counts those that it knows: see `Exchange.outcomes`.
 OUTCOMES = {
-    "late": "updates that came, and were too old to be used",
+    "late": "updates that were too old when they arrived",
     "dropped": "updates that were not sent, or are lost",
-    "skipped": "steps that the rank has passed over",
-    "jumps": "how often it has passed over steps",
+    "skipped": "steps that the rank has skipped",
+    "jumps": "number of times that it has skipped steps",
     "merged": "messages whose values were merged",
     "retried": "requests that were sent again",
 }

@@ -128,8 +128,8 @@ def read_job(log_dir: str | os.PathLike) -> JobLog:
     raw = [each for each in map(_read_process, paths) if each is not None]
     if not raw:
         raise ValueError(
-            f"`log_dir` must be a directory in which ranks have recorded events, as with "
-            f"CommunicationOptions(log_dir=...). Received: {os.fspath(log_dir)!r}, where there are none."
+            "`log_dir` must be a directory in which ranks have recorded events, as with "
+            f"CommunicationOptions(log_dir=...). Received: {os.fspath(log_dir)!r}, which has no records."
         )
     raw = sorted(_last_job(raw), key=lambda each: (each.number, each.start))
     clocks = Clocks({index: str(each.about["clock"]) for index, each in enumerate(raw)}, dict(_clock_samples(raw)))

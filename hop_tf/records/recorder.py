@@ -67,7 +67,7 @@ def make_recorder(
 
 def _warn(path: pathlib.Path, error: OSError) -> None:
     logging.warning(
-        "No events are recorded from now on: the files in %s (`log_dir`) cannot be written to: %s. Training goes on.",
+        "Cannot write to the files in %s (`log_dir`): %s. Training continues, without recording events.",
         path,
         error.strerror or error,
     )
@@ -391,7 +391,7 @@ class Recorder:
         if self._thread.is_alive() and not self._is_over:
             self._end()
             logging.warning(
-                "The files in %s (`log_dir`) have taken nothing for %g s: %d events are lost.",
+                "Could not write to the files in %s (`log_dir`) for %g s: %d events are lost.",
                 self._folder,
                 CLOSE_SECONDS,
                 self._num_dropped + len(self._buffer) + self._num_pending(),

@@ -1,24 +1,24 @@
 """One rank at run time: its groups of variables, their exchanges, and the course of a training.
 
-A strategy of your own builds on `Algorithm`, `Exchange` (or `AveragingExchange`) and `LateChanges`: see
+A strategy of your own builds on `Algorithm`, `Exchange` (or `AveragingExchange`) and `DeltaTracker`: see
 `hop_tf.strategy.ExchangeStrategy`.
 """
 
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import LateChanges
 from hop_tf.runtime.averaging_exchange import AveragingExchange
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.deltas import DeltaTracker
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.scheme import Scheme
 
 __all__ = [
     "Algorithm",
     "AveragingExchange",
+    "DeltaTracker",
     "Exchange",
     "ExchangeContext",
     "Group",
-    "Incoming",
-    "LateChanges",
-    "Outgoing",
+    "Request",
+    "Result",
     "Scheme",
 ]

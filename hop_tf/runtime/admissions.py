@@ -187,8 +187,8 @@ class Admissions:
         (step,) = _HEADER.unpack(message.header)
         if self.own_first_step not in (None, step):
             raise ProtocolError(
-                f"rank {self._membership.rank}: rank {message.sender} lets it begin with step {step}, "
-                f"another rank with {self.own_first_step}."
+                f"rank {self._membership.rank}: rank {message.sender} admits this rank at step {step}, and another "
+                f"rank at {self.own_first_step}."
             )
         self.own_first_step = step
 

@@ -65,7 +65,7 @@ class AgreedStates:
             each.count_own()
 
     def begin_anew(self) -> None:
-        """Begins changed sums anew, from their values. Called if no step has run since the last `count_own`."""
+        """Starts changed sums again from their present values. Called if no step has run since the last `count_own`."""
         for each in self._sums.values():
             each.begin_anew()
 
@@ -77,9 +77,9 @@ class AgreedStates:
         untold = [state.path for state in new if not state.is_told]
         if untold:
             logging.warning(
-                "rank %d: a training step assigns %s. Each rank keeps its own, made from its part of the data. Say so "
-                "by hop_tf.state(variable, 'own'), or have ranks average it ('mean'), add it up ('sum'), or take the "
-                "maximum ('max') or rank 0's ('first').",
+                "rank %d: a training step assigns %s. Each rank keeps its own value, which depends on its part of the "
+                "data. To confirm this, call hop_tf.state(variable, 'own'). Or let all ranks take the mean ('mean'), "
+                "the sum ('sum'), the maximum ('max'), or the value of rank 0 ('first').",
                 *(self._rank, ", ".join(map(repr, untold))),
             )
 
@@ -205,8 +205,8 @@ def _split(data: memoryview, like: Iterable[np.ndarray]) -> list[np.ndarray]:
 def _check_sizes(own: Sequence[np.ndarray], values: Sequence[memoryview]) -> None:
     if {len(each) for each in values} != {sum(each.nbytes for each in own)}:
         raise MismatchError(
-            "ranks agree on states of other sizes than each other. All ranks must build the same model. "
-            f"Received: {[len(each) for each in values]} bytes."
+            "states have different sizes on the ranks. All ranks must build the same model. Received: "
+            f"{[len(each) for each in values]} bytes."
         )
 
 

@@ -48,12 +48,12 @@ class Algorithm(GraphState, abc.ABC):
         """Emits the operations after the update.
 
         Returns:
-          int64 scalar: the number of training steps to skip (see `Incoming.num_skipped`).
+          int64 scalar: the number of training steps to skip (see `Result.num_skipped`).
         """
         return tf.constant(0, tf.int64)
 
     def end_step(self) -> None:
-        """Emits the operations when all of a step is done, including what follows the update."""
+        """Emits the operations at the end of a step, after the update and all that follows it."""
 
     # Between steps.
 

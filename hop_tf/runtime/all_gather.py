@@ -111,7 +111,7 @@ class AllGather:
                 try:
                     calls, values = _split(self._gather(_CALL.pack(int(call)) + data.numpy()))
                     if len(set(calls)) > 1:
-                        error = "a step was broken off on a rank, and ranks do not ask for the same values any more"
+                        error = "a rank has aborted a step, so ranks no longer ask for the same values"
                 except Interrupted:
                     error = "this rank has left the session"
                 except HopError as raised:

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hop_tf.keras_hook.trace import Assigned, StepTrace
 from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch, WatchedGroup
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import read_all
+from hop_tf.runtime.deltas import read_all
 from hop_tf.runtime.scheme import Scheme
 
 _TEXT = "weights were assigned"
@@ -98,7 +98,7 @@ class Assignments:
             lost = {id(each): each for each in self._watch.changed()}
             for variable in overwritten:
                 lost.pop(id(variable), None)
-            self._refuse(list(lost.values()), "between two epochs, as by a callback")
+            self._refuse(list(lost.values()), "between two epochs, for example by a callback")
         self._watch.forget()
 
     def begin_batch(self) -> None:
@@ -113,14 +113,14 @@ class Assignments:
             for algorithm in self._watched:
                 algorithm.note_assigned(assigned)
         elif not all(algorithm.makes_way() for algorithm in self._watched):
-            self._refuse(assigned, "between two training steps, as by a callback")
+            self._refuse(assigned, "between two training steps, for example by a callback")
         self._watch.forget()
 
     def end_loop(self) -> None:
-        """Lets algorithms take what a custom loop has assigned after its last step. Called before they finish.
+        """Lets algorithms take the assignments of a custom loop after its last step. Called before they finish.
 
         Raises:
-          ValueError: If one cannot: its second copy would overwrite these weights. A second call lets it.
+          ValueError: If an algorithm cannot: its second copy would overwrite these weights. A second call succeeds.
         """
         for algorithm, watched in self._watched.items():
             if not watched.is_assigned():
@@ -136,7 +136,7 @@ class Assignments:
         """Emits the ops that fail if weights were assigned. Called right before the exchange of a step.
 
         Args:
-          algorithm: That of the group that is about to exchange.
+          algorithm: The algorithm of the group that is about to exchange.
           trace: The step.
           in_fit: True for a step of `fit`. `begin_batch` then checks assignments between two steps.
         """
@@ -171,7 +171,7 @@ class Assignments:
         """Checks a custom loop in the graph, which alone knows when a step begins.
 
         Args:
-          algorithm: That of the group.
+          algorithm: The algorithm of the group.
           read: Emits the ops that read the weights for `Algorithm.take_assigned`.
         """
         watched = self._watched[algorithm]
@@ -193,8 +193,8 @@ class Assignments:
     def _describe(self, variables: Sequence[tf.Variable], when: str) -> str:
         return (
             f"{_TEXT} {when}, on rank {self._scheme.rank}: {names_of(variables)}. Under {type(self._scheme).__name__} "
-            "that would be lost: it keeps the weights of all ranks apart from those that a rank computes with. Take "
-            "PipeSGDStrategy(pipeline_width=1), HopStrategy, DTSStrategy or CanaryStrategy."
+            "these values would be lost, because merged weights are kept apart from the weights that a rank computes "
+            "with. Use PipeSGDStrategy(pipeline_width=1), HopStrategy, DTSStrategy or CanaryStrategy."
         )
 
     @property

@@ -1,24 +1,25 @@
-"""`Autotuner`: chooses how ranks average, by what they measure, so that all choose alike in the same step.
+"""`Autotuner`: chooses settings for averaging by measured times. All ranks make the same choice in the same step.
 
-Beside the values of a step each rank hands out what it has measured of the step before. A mean is equal to the bit on
-all ranks, also if one is lost meanwhile. All else is arithmetic on means. So no rank has to ask another one.
+With the values of a step, each rank submits its times of the previous step. The mean of these times is equal to the bit
+on all ranks, even if a rank is lost meanwhile. The choice is a function of such means only, so ranks need not ask each
+other.
 
-The candidates are pairs of a *way*, an algorithm with a codec, and a width K: a mean is applied K - 1 steps late. It is
-that of a round of p steps; K may determine p. Of each candidate a step takes
+A candidate is a *way*, which is an algorithm with a codec, and a width K. A rank applies a mean K - 1 steps late. The
+mean is that of a round of p steps, and K may determine p. A step of a candidate takes
 
     K = 1       computing + communicating / p            (Pipe-SGD, Equation 2)
     K >= 2      max(computing, communicating / p)        (Equation 4)
 
-and one that changes training more than another has to save `WORTHWHILE` of that one's step. Among larger widths, one
-that is larger than another has to save less, so that communication is hidden.
+A candidate that changes training more than another one must save `WORTHWHILE` of the other one's step. Among larger
+widths, the larger one has to save less, so that communication is hidden.
 
-    exploring   Each way makes a few steps at the least width; only the first one, if communicating is short. Before
-                another one than the first candidate is chosen, that one makes a few steps more, unless it is slower by
-                far: programs are slower when they have just begun.
-    settled     What is chosen is kept, until its times are others for two blocks of steps. Then ranks explore again;
-                also if other ranks take part than before. If no graph has to be traced, and times are not others by
-                far, ranks choose another width by the times that they have. If a larger width promises enough, it makes
-                a few steps as soon as it would have saved the time that it takes to trace its graph.
+    exploring   Ranks try each way for a few steps at the least width. If communicating is short, they try only the
+                first way. Before ranks choose another candidate than the first, they try the first one again, because
+                programs are slower at their beginning. They leave this out if the first one is slower by far.
+    settled     Ranks keep their choice until its times differ for two blocks of steps, or until other ranks take part.
+                Then they explore again. If no graph has to be traced, and times do not differ by far, ranks choose
+                another width by known times. If a larger width promises enough, ranks try it for a few steps. They do
+                so when it would have saved the time for tracing its graph.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from hop_tf.tensors.packing import TensorSpec
 
 # A candidate that takes less than this share of another one's step is faster by far.
 _MUCH_FASTER = 0.5
-# A wider pipe costs so many times what the first step of a program takes once its gradients are traced.
+# The cost of a wider pipe, as a multiple of the first step of a program after its gradients are traced.
 _TIMES_TRACING = 3
-# Of a step: a change of its times that may change the choice. So may exchanges that become shorter, or longer, by far.
+# A relative change of a step's times that may change the choice, and a factor between exchanges that may do so, too.
 _CHANGE = 0.2
 _BY_FAR = 1.7
 _NEGLIGIBLE = 0.01
-# Steps of a session that exploring may take: so many, and such a share of all.
+# Steps of a session that exploring may take: a number of steps, plus a share of all steps.
 _FREE_STEPS, _SHARE_OF_STEPS = 100, 0.01
-# With a column for each rank: its two times, its state (one of the next two, or 0), and 1 + the index of the setting
-# that it has chosen, or 0.
+# A table with a column for each rank. The rows: its two times, its state (one of the next two, or 0), and 1 + the index
+# of its chosen setting, or 0.
 _SPEC_NAME = "hop_tf_times"
 _IS_NARROW, _IS_LATE = 1, 2
 _LEAST_SECONDS = 1e-9  # A period of 0 stands for a rank that takes no part.
@@ -60,7 +61,7 @@ class Setting(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Durations in seconds: of a step, between the begins of two exchanges, and of the exchange of a round."""
+    """Durations in seconds: of a step, from the begin of an exchange to the next one, and of a round's exchange."""
 
     period: float
     exchange: float
@@ -68,14 +69,14 @@ class Times(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Numbers of steps that are measured, and fewer if these are long, because disturbances are short.
+    """Numbers of steps to measure. Long steps need fewer measurements, because disturbances are short.
 
     Attributes:
-      skipped: Steps after a change that are not measured; twice as many before the first ones that are.
-      measured: Steps of each candidate that are.
-      block: Steps of a block, of which the median counts.
-      long_seconds: Of longer steps, fewer are skipped and measured, in proportion. At least half as many are measured,
-        except of the first candidate.
+      skipped: Number of steps after a change that are not measured. Twice as many before the first measurement.
+      measured: Number of measured steps of each candidate.
+      block: Number of steps of a block. The median of a block counts.
+      long_seconds: Steps that take longer are skipped and measured in smaller numbers, in proportion. At least half as
+        many are measured, except of the first candidate.
     """
 
     skipped: int = 2
@@ -101,20 +102,20 @@ class Autotuner:
     """See above. One for each exchange; called by its communication thread only.
 
     Args:
-      ways: The ways; those that change training least come first.
-      widths: The least width, and if ranks may choose it, a larger one.
+      ways: The ways, beginning with the one that changes training least.
+      widths: The least width, and a larger one if ranks may choose it.
       rank: This rank.
       world_size: n.
-      tell: Called with a way, a width, and a text that says what their step takes, when ranks have chosen others than
-        before.
-      pace: How many steps are measured.
+      tell: Called with a way, a width, and a text about the duration of their step, when ranks have changed their
+        choice.
+      pace: The numbers of steps to measure.
       interval_of: Returns the steps of a round, for each width. Default: one.
       name_of: Returns a width in words. Default: "K = 2".
       traces: True if another width takes another graph, which has to be traced. Default True.
 
     Attributes:
-      setting: That of the next step.
-      is_narrow: True if the program does what a wider pipe cannot follow.
+      setting: The setting of the next step.
+      is_narrow: True if a wider pipe cannot reproduce this program.
     """
 
     def __init__(
@@ -150,14 +151,14 @@ class Autotuner:
 
     @staticmethod
     def find_spec(specs: Sequence[TensorSpec]) -> int | None:
-        """The index of the tensor of `spec`; None if nothing is chosen."""
+        """The index of the tensor of `spec`; None if ranks choose nothing."""
         return next((index for index, spec in enumerate(specs) if spec.name == _SPEC_NAME), None)
 
     def begin(self, width: int) -> None:
-        """A session begins. Its first step tells what the first rank has chosen in the one before.
+        """Begins a session. Its first step brings the first rank's choice of the previous session to all ranks.
 
         Args:
-          width: That of the graph. It may be another one on another rank; the way is the same.
+          width: The width of this rank's graph. It may differ between ranks. The way does not.
         """
         self._present: list[int] | None = None
         self._may_widen = len(self._widths) > 1
@@ -165,13 +166,13 @@ class Autotuner:
         self._begin_with(Setting(0, width))
 
     def state(self) -> np.ndarray:
-        """The state that a rank needs which joins between two steps."""
+        """The state for a rank that joins between two steps."""
         settled = -1 if self._settled is None else self._settings.index(self._settled)
         numbers = [self._settings.index(self.setting), settled, self._num_steps, self._num_explored]
         return np.array([*numbers, self._tracing_seconds], np.float64)
 
     def take_state(self, state: np.ndarray) -> None:
-        """Takes what another rank has given. That a rank has joined changes who takes part: all explore again."""
+        """Takes the state of another rank. All ranks explore again, because other ranks take part now."""
         *numbers, self._tracing_seconds = state.tolist()
         setting, settled, self._num_steps, self._num_explored = map(int, numbers)
         self._settled = None if settled < 0 else self._settings[settled]
@@ -195,8 +196,8 @@ class Autotuner:
         """Returns the table that this rank sends beside a step: its own column, and zeros.
 
         Args:
-          times: Those of the step before.
-          is_late: Whether the program has another width yet. Default: it has the one that was chosen.
+          times: The times of the previous step.
+          is_late: True if the program does not have the chosen width yet. Default: it does.
         """
         settled = 0 if self._settled is None else 1 + self._settings.index(self._settled)
         table = np.zeros((4, self._world_size))
@@ -205,11 +206,11 @@ class Autotuner:
         return table
 
     def hear(self, mean: np.ndarray, setting: Setting | None) -> None:
-        """Takes the mean of what ranks have handed out beside a step, and chooses the setting of the next one.
+        """Takes the mean of the tables that ranks have submitted with a step, and chooses the next setting.
 
         Args:
-          mean: The mean of `own`.
-          setting: That of the step whose times these are: it may have been before a change. None: of several ones.
+          mean: The mean of `own` over the ranks.
+          setting: The setting of the measured step, which may be from before a change. None: several settings.
         """
         if len(self._settings) == 1:
             return
@@ -240,10 +241,11 @@ class Autotuner:
             self._look()
 
     def _times(self, of_ranks: Sequence[Times]) -> Times:
-        """The times of a step, of its ranks' times divided by their number.
+        """The times of a step, from the ranks' times divided by their number.
 
-        If ranks wait for the exchange, the one that computes longest decides what a step takes beside it. What its own
-        exchange takes does not tell that: the others' values may be there before, in turns if there are two ranks.
+        If ranks wait for the exchange, the slowest rank decides the duration of the rest of the step. The duration of
+        its own exchange does not show that, because the values of the others may have arrived before. With two ranks,
+        this happens in turns.
         """
         period = sum(times.period for times in of_ranks)
         if self.setting.width > 1:
@@ -259,7 +261,7 @@ class Autotuner:
         return self._pace.scaled(number, self._heard[0].period)
 
     def _num_rounds(self, number: int, at_least: int) -> int:
-        """The rounds of so many steps."""
+        """The number of rounds of `number` steps."""
         return max(min(at_least, number), number // self._interval_of(self.setting.width))
 
     def _change_ranks(self, present: list[int], settled: int) -> None:
@@ -273,7 +275,7 @@ class Autotuner:
             self._explore()
 
     def _look(self) -> None:
-        """Something was measured: looks if that is enough to go on."""
+        """Called after a measurement. Continues if there are enough measurements."""
         if self._is_exploring:
             if len(self._measured) >= self._num_rounds(self._num_to_measure(), at_least=1):
                 self._note_results()
@@ -293,7 +295,7 @@ class Autotuner:
         return max(self._scaled(number), 1 if is_first else number // 2)
 
     def _note_results(self) -> None:
-        """Notes what was measured; of a setting that is tried again, the better of both times."""
+        """Keeps the measurements. If a setting is tried again, the better times count."""
         setting = self.setting
         before = [self._results[setting]] if setting in self._results else []
         self._results[setting] = _least([self._median(), *before])
@@ -352,9 +354,9 @@ class Autotuner:
         return [each for each in self._settings if each.width in widths and self._narrowed(each) in self._results]
 
     def _is_worth_tracing(self, wide: Setting) -> bool:
-        """True if it would have saved, in the steps so far, what it takes to trace its graph.
+        """True if this setting would have saved the time for tracing its graph in the steps so far.
 
-        Only what it promises beyond `WORTHWHILE` counts, because it may turn out to save less.
+        Only savings beyond `WORTHWHILE` count, because the setting may save less than predicted.
         """
         if not self._traces:
             return True
@@ -363,7 +365,7 @@ class Autotuner:
         return saved * self._num_steps >= _TIMES_TRACING * self._tracing_seconds
 
     def _try_wide(self) -> None:
-        """Tries a larger width, if it is worth that by now."""
+        """Tries a larger width if `_is_worth_tracing` by now."""
         if not self._results or len(self._widths) == 1 or self.setting.width > self._widths[0]:
             return
         best = self._best(self._candidates(self._may_widen))
@@ -372,9 +374,10 @@ class Autotuner:
             self._try(best)
 
     def _untried(self) -> Setting | None:
-        """The next way to try, at the least width; None: there is none left.
+        """The next way to try, at the least width, or None.
 
-        Each codec is tried with one algorithm first, and with others only if another codec was not faster by far.
+        Ranks try each codec with one algorithm first. They try further algorithms unless another codec was faster by
+        far.
         """
         narrow = [Setting(way, self._widths[0]) for way in range(len(self.ways))]
         tried = [each for each in narrow if each in self._results]
@@ -392,22 +395,22 @@ class Autotuner:
         self._begin_measuring(setting)
 
     def _has_to_hide(self, times: Times) -> bool:
-        """True if shorter communication than that of the first candidate may save `WORTHWHILE` of a step."""
+        """True if communication that is shorter than with the first candidate may save `WORTHWHILE` of a step."""
         width = self._widths[0]
         interval = self._interval_of(width)
         hides_all = width > 1 and width - 1 >= interval  # The next exchange begins when it is due.
         return times.exchange / interval / times.period > (1 - WORTHWHILE if hides_all else WORTHWHILE)
 
     def _is_much_faster(self, setting: Setting, other: Setting) -> bool:
-        """True if another candidate is slower by far, also if it was tried when the program had just begun."""
+        """True if another candidate is slower by far, even if ranks tried it at the beginning of the program."""
         return self._seconds(setting) < _MUCH_FASTER * self._seconds(other, self._least)
 
     def _seconds(self, setting: Setting, results: Mapping[Setting, Times] | None = None) -> float:
-        """The duration of a step: as measured with a wider pipe, else as predicted.
+        """The duration of a step: measured with a wider pipe, otherwise predicted.
 
         Args:
           setting: The candidate.
-          results: Times of each that has made some steps. Default: medians.
+          results: Times of each candidate that was tried. Default: medians.
         """
         results = results or self._results
         if setting.width > 1 and setting in results:
@@ -420,13 +423,13 @@ class Autotuner:
 
         if setting.width == 1:
             return computing + communicating(setting)
-        # A wide pipe takes more than its model says, because of further updates, or if processors are busy anyhow.
+        # A wide pipe takes longer than its model says, because it makes further updates, or if processors are busy.
         wide = [each for each in results if each.width > 1]
         more = max([0.0, *(results[each].period - max(computing, communicating(each)) for each in wide)])
         return max(computing, communicating(setting)) + more
 
     def _best(self, candidates: Sequence[Setting], results: Mapping[Setting, Times] | None = None) -> Setting:
-        """The candidate to choose, by some times; default: by those that were measured."""
+        """The candidate to choose by `results`. Default: by the measured times."""
 
         def seconds(setting: Setting) -> float:
             return self._seconds(setting, results)
@@ -461,13 +464,13 @@ class Autotuner:
         self._has_changed = False
 
     def _narrow(self) -> None:
-        """A rank's program turns out to do what a wider pipe cannot follow."""
+        """Returns to the least width, because a wider pipe cannot reproduce the program of a rank."""
         self._settle(self._narrowed(self.setting))
-        text = f"{self._describe(self.setting)}: no wider pipe can follow the program"
+        text = f"{self._describe(self.setting)}: a wider pipe cannot reproduce the program"
         self._tell(self.ways[self.setting.way], self.setting.width, text)
 
     def _compare_block(self) -> None:
-        """Chooses again after two blocks of steps whose times are others than those of the first block."""
+        """Chooses again after two blocks of steps whose times differ from the first block's."""
         period, exchange = self._median()
         times = Times(period, exchange / self._interval_of(self.setting.width))  # Both of a step.
         self._measured.clear()
@@ -486,7 +489,7 @@ class Autotuner:
     def _would_choose_another(self, times: Times) -> bool:
         """True if exchanges have become shorter or longer by far, and another setting is better with such exchanges.
 
-        An encoded exchange may be a small part of a step, before and after a link has become faster.
+        An encoded exchange may be a small part of a step both before and after a link becomes faster.
         """
         times_as_long = self._times_as_long(times).exchange
         if not _is_by_far(times_as_long):
@@ -496,17 +499,17 @@ class Autotuner:
         return bool(results) and self._best(self._candidates(self._may_widen), results) != self.setting
 
     def _times_as_long(self, times: Times) -> Times:
-        """Present times divided by those of the first block. Less than `_NEGLIGIBLE` of a step counts as that."""
+        """Present times divided by the first block's. Times below `_NEGLIGIBLE` of a step count as `_NEGLIGIBLE`."""
         least = _NEGLIGIBLE * max(times.period, self._basis.period)
         return Times(*(max(now, least) / max(then, least) for now, then in zip(times, self._basis, strict=True)))
 
     def _with_exchange(self, narrow: Setting, exchange: float) -> Times:
-        """The times of a setting of width 1 if its exchange took that long."""
+        """The times of a setting of width 1 if its exchange took `exchange` seconds."""
         period, before = self._results[narrow]
         return Times(period + (exchange - before) / self._interval_of(1), exchange)
 
     def _answer(self, times: Times) -> None:
-        """Explores again. After a change that is not by far, chooses another width at once, which needs no tracing."""
+        """Explores again. After a smaller change, chooses another width at once if that needs no tracing."""
         is_by_far = any(map(_is_by_far, self._times_as_long(times)))
         narrow = self._narrowed(self.setting)
         waits = narrow == self.setting or narrow.width > 1

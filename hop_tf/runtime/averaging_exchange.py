@@ -11,7 +11,7 @@ import numpy as np
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import AllReduce
 from hop_tf.runtime.admissions import Admissions
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import LockStepJoiner
 from hop_tf.tensors import payloads
@@ -64,9 +64,9 @@ class AveragingExchange(Exchange, LockStepJoiner):
         if self.admissions is not None:
             self.admissions.reset(session)
 
-    def step(self, outgoing: Outgoing) -> Incoming:
-        means = self.mean(outgoing.step, outgoing.buckets)
-        return Incoming(outgoing.step, outgoing.segment, tuple(means))
+    def step(self, request: Request) -> Result:
+        means = self.mean(request.step, request.buckets)
+        return Result(request.step, request.segment, tuple(means))
 
     def mean(
         self,
@@ -85,7 +85,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
           buckets: The buckets.
           turn: The number of earlier means of the reduction. Default: `number`.
           reduction: Index of the reduction.
-          decides_of: `Outgoing.step` of the values, if votes or the like travel with them; see `decide`. Default: there
+          decides_of: `Request.step` of the values, if votes or the like travel with them; see `decide`. Default: there
             is nothing to decide.
           **arguments: Further arguments of `AllReduce.mean`.
 
@@ -118,7 +118,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
     def decide(self, number: int, means: Sequence[np.ndarray]) -> None:
         """Admits newcomers by the mean of the ranks' votes, and replaces the votes in `means` by the decision.
 
-        Called in the order of `number`, which is `Outgoing.step`.
+        Called in the order of `number`, which is `Request.step`.
         """
         if self.admissions is not None:
             bucket, where = self._votes_place
@@ -153,9 +153,9 @@ class AveragingExchange(Exchange, LockStepJoiner):
         for reduction, part in zip(self._reductions, of_reductions, strict=True):
             reduction.take_common_state(payloads.split(part))
 
-    def no_op(self, outgoing: Outgoing) -> Incoming:
+    def no_op(self, request: Request) -> Result:
         """This rank's own buckets, as if it were alone."""
-        return Incoming(outgoing.step, outgoing.segment, tuple(map(np.array, outgoing.buckets)))
+        return Result(request.step, request.segment, tuple(map(np.array, request.buckets)))
 
     @property
     def sent_rounds(self) -> int:

@@ -11,7 +11,7 @@ from hop_tf.records import Recorder
 from hop_tf.runtime.ways import Way
 
 # The reason for choosing nothing, for `tell_choice`.
-NO_TIMES = "operations are deterministic, so nothing is chosen by times"
+NO_TIMES = "operations are deterministic, so ranks choose nothing by measured times"
 
 
 class Choosable(Protocol):
@@ -41,8 +41,9 @@ def refuse_late_determinism(settings: Choosable, *, chooses: bool) -> None:
     """
     if chooses and is_deterministic():
         raise ValueError(
-            "settings must not be 'auto' with tf.config.experimental.enable_op_determinism(), as times differ from "
-            f"run to run. Call it before the strategy is made: then they are fixed. Received: {settings}."
+            "settings must not be 'auto' with tf.config.experimental.enable_op_determinism(), because times differ "
+            "from run to run. Call it before you create the strategy: then hop_tf uses fixed settings. Received: "
+            f"{settings}."
         )
 
 

@@ -147,7 +147,7 @@ CURVES = (
         _OUTCOMES,
         "staleness",
         "staleness",
-        "How many iterations this rank is behind the fastest one that it knows of, at this moment.",
+        "Number of iterations that this rank is behind the fastest one that it knows of, at this moment.",
     ),
     _level(
         _OUTCOMES,
@@ -162,7 +162,7 @@ CURVES = (
         "Alpha: the share of the servers' values in this worker's after its latest push. The mean over the shards.",
     ),
     _rate(_OUTCOMES, "skipped_iterations", "skipped iterations", "Iterations that this rank skips to catch up."),
-    _rate(_OUTCOMES, "jumps", "jumps", "How often this rank skips iterations. A jump skips one or several."),
+    _rate(_OUTCOMES, "jumps", "jumps", "Number of times that this rank skips iterations. A jump skips one or several."),
     _rate(
         _OUTCOMES,
         "missed_iterations",
@@ -201,25 +201,25 @@ CURVES = (
     ),
     _rate(_OUTCOMES, "messages_merged", "merged messages", "Messages whose values this rank merges."),
     _rate(_OUTCOMES, "duplicates", "duplicates", "Messages that come again after this rank has merged their values."),
-    _rate(_OUTCOMES, "pulls", "pulls", "How often this rank copies another rank's state."),
+    _rate(_OUTCOMES, "pulls", "pulls", "Number of times that this rank copies another rank's state."),
     _rate(
         _OUTCOMES,
         "pulls_rejected",
         "rejected pulls",
-        "How often this rank keeps its own state, because no other state holds all of it.",
+        "Number of times that this rank keeps its own state, because no other state holds all of it.",
     ),
     _rate(
         _OUTCOMES,
         "resyncs",
         "resyncs",
-        "How often a piece of the weights becomes the mean over the ranks: see `sync_interval`.",
+        "Number of times that a piece of the weights becomes the mean over the ranks: see `sync_interval`.",
     ),
     _rate(_OUTCOMES, "pushes_lost", "lost pushes", "Pushes, of all workers, that a restarted server has lost."),
     _rate(
         _OUTCOMES,
         "silences",
         "silences",
-        "How often another rank is found to be silent. This rank then stops waiting for it.",
+        "Number of times that another rank is silent, so that this rank stops waiting for it.",
     ),
     _rate(
         _OUTCOMES,
@@ -236,8 +236,8 @@ CURVES = (
     _level(_OUTCOMES, "gei_rows", "GEI rows", "Iterations of which this rank remembers whose gradients it has merged."),
     _level(_OUTCOMES, "layouts", "layouts", "Layouts of ranks that this rank keeps. More than one while ranks change."),
     _level(_PICKED, "pipeline_width", "pipeline width", "K: the number of steps in flight at a time."),
-    _level(_PICKED, "delay", "delay", "So many steps after the end of a window its mean is merged (D)."),
-    _level(_PICKED, "interval", "interval", "The number of steps of a window (p)."),
+    _level(_PICKED, "delay", "delay", "D: the number of steps between the end of a window and the merge of its mean."),
+    _level(_PICKED, "interval", "interval", "p: the number of steps of a window."),
     _level(_PICKED, "uses_bcube", "uses a BCube", "1 if the all-reduce runs over a BCube, else 0."),
     _level(_PICKED, "uses_ring", "uses a ring", "1 if the all-reduce runs over a ring, else 0."),
     _level(
@@ -248,24 +248,29 @@ CURVES = (
     ),
     _level(_PICKED, "batch_share", "batch share", "The part of each batch that this rank takes."),
     _level(_PROCESSES, "iteration", "iteration", "The step within the running or the last `fit`."),
-    _level(_PROCESSES, "ranks_lost", "ranks lost", "How often another rank was lost, and this rank went on. In total."),
+    _level(
+        _PROCESSES,
+        "ranks_lost",
+        "ranks lost",
+        "Number of times that another rank was lost, and this rank continued. In total.",
+    ),
     _level(
         _PROCESSES,
         "ranks_left",
         "ranks left",
-        "How often another rank left by an exception, and this rank went on. In total.",
+        "Number of times that another rank left by an exception, and this rank continued. In total.",
     ),
     _level(
         _PROCESSES,
         "ranks_joined",
         "ranks joined",
-        "How often another rank joined again while training ran. In total.",
+        "Number of times that another rank rejoined during training. In total.",
     ),
     _level(
         _PROCESSES,
         "times_left_behind",
         "times left behind",
-        "How often the others went on without this rank, because it was silent. In total.",
+        "Number of times that the others continued without this rank, because it was silent. In total.",
     ),
     _level(
         _PROCESSES,
@@ -277,13 +282,13 @@ CURVES = (
         _PROCESSES,
         "server_restarts",
         "server restarts",
-        "How often a parameter server was started again and went on from a snapshot. In total.",
+        "Number of times that a parameter server was restarted and resumed from a snapshot. In total.",
     ),
     _level(
         _PROCESSES,
         "snapshot_failures",
         "snapshot failures",
-        "How often a parameter server could not write a snapshot. In total.",
+        "Number of times that a parameter server could not write a snapshot. In total.",
     ),
 )
 

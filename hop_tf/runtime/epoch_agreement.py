@@ -106,8 +106,8 @@ class EpochAgreement:
         """The values of all ranks at this position, this rank's included: by rank, in the order of ranks.
 
         Args:
-          position: Number of steps that this rank has made; at least that of the previous call.
-          moment: The moment at this position; later than that of an earlier call there.
+          position: Number of steps that this rank has made. It must not be less than in the previous call.
+          moment: The moment at this position. It must be later than in an earlier call at this position.
           value: The value of this rank.
 
         Blocks: until each other rank has announced this position, is beyond it, or has left.

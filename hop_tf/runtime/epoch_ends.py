@@ -135,8 +135,8 @@ class EpochEnds:
         if absent and not self._has_warned:
             self._has_warned = True
             logging.warning(
-                "rank %d: metrics are not averaged over all ranks. This one has ended an epoch after %d steps of this "
-                "`fit`, and ranks %s have made further steps in theirs.",
+                "rank %d: metrics are not averaged over all ranks. This rank has ended an epoch after %d steps of this "
+                "`fit`, but ranks %s have made further steps in their epoch.",
                 *(self._membership.rank, self._num_made, absent),
             )
 

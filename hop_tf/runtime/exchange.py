@@ -35,10 +35,10 @@ _POISON = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Outgoing:
+class Request:
     """Values that the graph submits: step, segment of the step (0 if there is only one), and a flat array per bucket.
 
-    The arrays share memory with tensors, and are read-only. They are the outputs of `Exchange.emit_encode`.
+    The arrays are the outputs of `Exchange.emit_encode`. They share memory with tensors, and are read-only.
     """
 
     step: int
@@ -47,12 +47,12 @@ class Outgoing:
 
 
 @dataclasses.dataclass(frozen=True)
-class Incoming:
-    """The answer to an `Outgoing` of the same step. The graph gets answers in order.
+class Result:
+    """The answer to a `Request` of the same step. The graph gets results in the order of the requests.
 
-    The segment is that of the `Outgoing`, unless the scheme returns more. `Exchange.parts` has the packing of its
-    buckets. TensorFlow takes over the arrays. Do not modify them afterwards. So many training steps that follow may be
-    skipped: the next `Outgoing` is then that of the step after them.
+    The segment is that of the `Request`, unless the scheme returns more. `Exchange.parts` has the packing of its
+    buckets. TensorFlow takes over the arrays: do not modify them afterwards. The rank skips the next `num_skipped`
+    training steps. The next `Request` belongs to the step after them.
     """
 
     step: int
@@ -78,11 +78,11 @@ class Exchange(abc.ABC):
     parts: Sequence[Packing] = ()
 
     def steps_of(self, number: int) -> range:
-        """The training steps that are submitted with `Outgoing.step` equal to `number`. Default: that step."""
+        """The training steps that are submitted with `Request.step` equal to `number`. Default: that step."""
         return range(number, number + 1)
 
     def number_of(self, step: int) -> int:
-        """The `Outgoing.step` that a training step is, or will be, a part of. Default: the same number."""
+        """The `Request.step` that a training step is, or will be, a part of. Default: the same number."""
         return step
 
     @abc.abstractmethod
@@ -97,14 +97,14 @@ class Exchange(abc.ABC):
           buckets: Its buckets.
 
         Returns:
-          The vectors that `Outgoing` gets instead: of the same types, and of any length.
+          The vectors that `Request` gets instead: of the same types, and of any length.
         """
         del segment
         return buckets
 
     @abc.abstractmethod
-    def step(self, outgoing: Outgoing) -> Incoming | None:
-        """Runs the scheme for one step. Called once for every `Outgoing`; in order, if there is only one thread.
+    def step(self, request: Request) -> Result | None:
+        """Runs the scheme for one step. Called once for every `Request`; in order, if there is only one thread.
 
         Blocks: on peers, by `Membership.wait`.
 
@@ -117,8 +117,8 @@ class Exchange(abc.ABC):
         """
 
     @abc.abstractmethod
-    def no_op(self, outgoing: Outgoing) -> Incoming | None:
-        """The result that changes nothing, for a step whose waiting was interrupted; None where `step` returns None."""
+    def no_op(self, request: Request) -> Result | None:
+        """The result that changes nothing, for an interrupted step. None if `step` returns None for the request."""
 
     @property
     @abc.abstractmethod
@@ -143,9 +143,9 @@ class Exchange(abc.ABC):
         return {}
 
     def outcomes(self) -> Mapping[str, int]:
-        """Counts of what became of updates so far, by the names of `hop_tf.records.events.OUTCOMES`.
+        """Counts of the outcomes of updates so far, by the names of `hop_tf.records.events.OUTCOMES`.
 
-        Skipped steps need not be included: `Incoming.num_skipped` counts them.
+        Skipped steps need not be included: `Result.num_skipped` counts them.
         """
         return {}
 
@@ -171,7 +171,7 @@ class ExchangeRunner:
       packing: The buckets that are sent and received.
       exchange: The scheme.
       on_error: Called on a communication thread with an exception that `Exchange.step` raised.
-      joining: Hears of every step, and answers the segments `CATCH_UP` and `MEETING`. With `CATCH_UP`, the step is the
+      joining: Gets every step, and answers the segments `CATCH_UP` and `MEETING`. With `CATCH_UP`, the step is the
         number of skipped steps; with `MEETING`, it is the step that follows.
       on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before the
         scheme gets the values. May raise.
@@ -260,7 +260,7 @@ class ExchangeRunner:
           sizes: Elements of each bucket.
 
         Returns:
-          One flat tensor per bucket, and int64 scalar `Incoming.num_skipped`. Their consumers wait as long as the
+          One flat tensor per bucket, and int64 scalar `Result.num_skipped`. Their consumers wait as long as the
           scheme does.
 
         Raises:
@@ -281,7 +281,7 @@ class ExchangeRunner:
 
     # Outside of the graph.
 
-    def quiesce(self, timeout_seconds: float) -> None:
+    def drain(self, timeout_seconds: float) -> None:
         """Waits until everything submitted is answered, and drops results that the graph has not taken.
 
         Raises:
@@ -296,7 +296,7 @@ class ExchangeRunner:
             self._drop_results()  # A full result queue would keep a thread from reaching the marker.
             timeout_seconds -= 0.05
             if timeout_seconds < 0:
-                raise HopError(f"exchange {self._name} did not come to rest.")
+                raise HopError(f"exchange {self._name} did not drain in time.")
         self._drop_results()
 
     def close(self) -> None:
@@ -320,37 +320,37 @@ class ExchangeRunner:
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
 
-    def _take(self) -> tuple[int, Outgoing, bool, bool]:
+    def _take(self) -> tuple[int, Request, bool, bool]:
         """Takes an element. Returns its number, the element, True if it is to be run, and True if values are finite."""
         with self._taking:
             step, segment, are_finite, *buckets = map(np.asarray, dequeue(self._outbox))
-            outgoing = Outgoing(int(step), int(segment), tuple(buckets))
+            request = Request(int(step), int(segment), tuple(buckets))
             self._num_taken += 1
-            if self._recorder is not None and outgoing.segment >= 0 and outgoing.step != _END_OF_SESSION:
-                self._recorder.begin_step(self._exchange.steps_of(outgoing.step).start)
-            return self._num_taken, outgoing, self._begin(outgoing), bool(are_finite)
+            if self._recorder is not None and request.segment >= 0 and request.step != _END_OF_SESSION:
+                self._recorder.begin_step(self._exchange.steps_of(request.step).start)
+            return self._num_taken, request, self._begin(request), bool(are_finite)
 
-    def _begin(self, outgoing: Outgoing) -> bool:
-        if outgoing.step == _END_OF_SESSION:
+    def _begin(self, request: Request) -> bool:
+        if request.step == _END_OF_SESSION:
             self._begun_step, self.begun_step = None, -1
             return False
-        if self._begun_step != outgoing.step:
-            self._begun_step = outgoing.step
+        if self._begun_step != request.step:
+            self._begun_step = request.step
             self._begun_segments.clear()
-        if outgoing.segment in self._begun_segments:
+        if request.segment in self._begun_segments:
             return False  # A repeated step: the first time, the data had ended, and the result was not taken.
-        self._begun_segments.add(outgoing.segment)
-        if outgoing.segment >= 0:
-            self.begun_step = outgoing.step
+        self._begun_segments.add(request.segment)
+        if request.segment >= 0:
+            self.begun_step = request.step
         return True
 
-    def _answer(self, number: int, outgoing: Outgoing, is_step: bool, are_finite: bool) -> None:
-        incoming, error = None, self._no_error
+    def _answer(self, number: int, request: Request, is_step: bool, are_finite: bool) -> None:
+        result, error = None, self._no_error
         try:
             if is_step and self._failure_until(number) is None:
                 if not are_finite:
-                    self._on_nonfinite(outgoing.step)
-                incoming = self._step(outgoing) if self._recorder is None else self._recorded_step(outgoing)
+                    self._on_nonfinite(request.step)
+                result = self._step(request) if self._recorder is None else self._recorded_step(request)
         except (tf.errors.OutOfRangeError, tf.errors.CancelledError):
             pass  # `close` closed the queues.
         except BaseException as raised:
@@ -358,11 +358,11 @@ class ExchangeRunner:
         with self._in_turn(number):
             # All earlier elements are answered, so that the result does not depend on the threads' speeds.
             if is_step and (failure := self._failure_until(number)) is not None:
-                incoming = Incoming(_POISON, outgoing.segment, self._nothing)
+                result = Result(_POISON, request.segment, self._nothing)
                 error = tf.constant(f"{type(failure).__name__}: {failure}")
-            if incoming is not None:
-                self._put(incoming, error)
-            elif outgoing.step == _END_OF_SESSION:
+            if result is not None:
+                self._put(result, error)
+            elif request.step == _END_OF_SESSION:
                 self._interrupted, self._failure = False, None
                 self._quiet.set()
 
@@ -373,7 +373,7 @@ class ExchangeRunner:
         self._on_error(failure)
 
     def _failure_until(self, number: int) -> BaseException | None:
-        """The error of this element or an earlier one: after a failure, the scheme lacks what later steps build on."""
+        """The error of this element or an earlier one. After a failure, the scheme cannot make later steps."""
         failure = self._failure
         return failure[1] if failure is not None and failure[0] <= number else None
 
@@ -388,47 +388,45 @@ class ExchangeRunner:
                 self._num_put = number
                 self._putting.notify_all()
 
-    def _put(self, incoming: Incoming, error: tf.Tensor) -> None:
+    def _put(self, result: Result, error: tf.Tensor) -> None:
         # Not constants, which take long to create.
-        tags = incoming.step, incoming.segment, incoming.num_skipped
+        tags = result.step, result.segment, result.num_skipped
         tags = [np.array(tag, dtype) for tag, dtype in zip(tags, (np.int64, np.int32, np.int64), strict=True)]
-        enqueue_arrays(self._results, [*tags, error, *incoming.buckets])
+        enqueue_arrays(self._results, [*tags, error, *result.buckets])
 
-    def _step(self, outgoing: Outgoing) -> Incoming | None:
+    def _step(self, request: Request) -> Result | None:
         # Sends nothing after an interrupt: without waiting, nothing bounds the distance between ranks.
         if not self._interrupted:
             try:
-                if outgoing.segment == CATCH_UP:
-                    return self._answer_of(outgoing, self._joining.catch_up(self._name, outgoing.step))
-                if outgoing.segment == MEETING:
-                    self._joining.meet(self._name, outgoing.step)
-                    return self._answer_of(outgoing, 0)
-                if outgoing.segment == 0:
-                    self._joining.at_step(self._exchange.steps_of(outgoing.step)[-1] + self._exchange.step_offset)
+                if request.segment == CATCH_UP:
+                    return self._answer_of(request, self._joining.catch_up(self._name, request.step))
+                if request.segment == MEETING:
+                    self._joining.meet(self._name, request.step)
+                    return self._answer_of(request, 0)
+                if request.segment == 0:
+                    self._joining.at_step(self._exchange.steps_of(request.step)[-1] + self._exchange.step_offset)
                 if self._epochs is not None and self._epochs.is_asked:
                     self._epochs.look_again()
-                return self._exchange.step(outgoing)
+                return self._exchange.step(request)
             except Interrupted:
                 self._interrupted = True
-        if outgoing.segment in (CATCH_UP, MEETING):
+        if request.segment in (CATCH_UP, MEETING):
             # A rank that is left behind again continues to skip steps.
-            return self._answer_of(outgoing, int(outgoing.segment == CATCH_UP and self._joining.is_to_begin_again))
-        return self._exchange.no_op(outgoing)
+            return self._answer_of(request, int(request.segment == CATCH_UP and self._joining.is_to_begin_again))
+        return self._exchange.no_op(request)
 
-    def _recorded_step(self, outgoing: Outgoing) -> Incoming | None:
+    def _recorded_step(self, request: Request) -> Result | None:
         recorder, begin = self._recorder, time.time()
         is_on, step = recorder.is_on, recorder.step
         if is_on and not self._is_counting:  # Excludes the outcomes of steps that are not recorded.
             self._outcomes = self._exchange.outcomes()
         self._is_counting = is_on
-        incoming = self._step(outgoing)
+        result = self._step(request)
         if is_on:
             seconds = time.time() - begin
-            recorder.add(
-                Kind.EXCHANGE, begin, seconds, step=step, name=self._name, number=outgoing.segment & 0xFFFFFFFF
-            )
-            self._record_outcomes(step, 0 if incoming is None else incoming.num_skipped)
-        return incoming
+            recorder.add(Kind.EXCHANGE, begin, seconds, step=step, name=self._name, number=request.segment & 0xFFFFFFFF)
+            self._record_outcomes(step, 0 if result is None else result.num_skipped)
+        return result
 
     def _record_outcomes(self, step: int, num_skipped: int) -> None:
         outcomes = self._exchange.outcomes()
@@ -441,5 +439,5 @@ class ExchangeRunner:
                 self._recorder.add(Kind.OUTCOME, time.time(), step=step, name=name, number=number)
         self._outcomes = outcomes
 
-    def _answer_of(self, outgoing: Outgoing, num_skipped: int) -> Incoming:
-        return Incoming(outgoing.step, outgoing.segment, self._nothing, num_skipped)
+    def _answer_of(self, request: Request, num_skipped: int) -> Result:
+        return Result(request.step, request.segment, self._nothing, num_skipped)

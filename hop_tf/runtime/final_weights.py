@@ -57,11 +57,11 @@ class FinalWeights:
     def warn(self, rank: int) -> None:
         """Warns that this rank's weights are its own. Ranks that do not wait for each other cannot agree on weights."""
         logging.warning(
-            "rank %d: a callback has put other weights in the place of those that `fit` has ended with, as "
-            "EarlyStopping(restore_best_weights=True) does. They are this rank's own. Call "
-            "`strategy.synchronize(model)` on all ranks before you save the model: it averages them. (Under SHAT it "
-            "brings back the servers' last model: save one rank's instead.) With hop_tf.callbacks.MetricAverage() all "
-            "ranks keep those of the same epoch.",
+            "rank %d: a callback has replaced the weights at the end of `fit`, as "
+            "EarlyStopping(restore_best_weights=True) does. The new weights are this rank's own. Call "
+            "`strategy.synchronize(model)` on all ranks before you save the model: it averages the weights. (Under "
+            "SHAT it brings back the servers' last model. Save the model of one rank instead.) With "
+            "hop_tf.callbacks.MetricAverage() all ranks keep the weights of the same epoch.",
             rank,
         )
 
@@ -83,11 +83,15 @@ class FinalWeights:
                 return
             if len({steps for _, steps, _ in of_ranks}) == 1:
                 if membership.rank == 0:
-                    logging.info("Callbacks have changed weights when `fit` has ended. All ranks take their mean.")
+                    logging.info(
+                        "Callbacks have changed weights at the end of `fit`. All ranks take the mean of these weights."
+                    )
                 collectives.average(self._variables)
                 return
         except HopError as error:
-            logging.warning("rank %d: what callbacks have restored is not averaged: %s", membership.rank, error)
+            logging.warning(
+                "rank %d: ranks do not average the weights that callbacks have restored: %s", membership.rank, error
+            )
         if changed:
             self.warn(membership.rank)
 

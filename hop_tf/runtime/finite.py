@@ -40,10 +40,10 @@ class FiniteCheck:
             self._latest = place
             self.num_steps += is_new
         text = (
-            f"rank {self._membership.rank}, step {step}: this rank sends values that are not finite (NaN or infinite): "
-            "all ranks may soon have some. Check its data and the learning rate."
+            f"rank {self._membership.rank}, step {step}: this rank sends values that are not finite (NaN or infinite), "
+            "and they may spread to all ranks. Check the data of this rank and the learning rate."
         )
         if self.raises:
             raise HopError(text)
         if is_first:
-            logging.warning("%s It is told once. (With a LossScaleOptimizer a step now and then is left out.)", text)
+            logging.warning("%s This warning appears once. (A LossScaleOptimizer skips a step now and then.)", text)

@@ -62,8 +62,8 @@ class FirstBatches:
         for rank in others:
             logging.warning(
                 "rank %d trains on other data than rank %d: the targets of the first batch, or the seeds of shuffles, "
-                "differ. `fit` takes the same data on all ranks, in the same order, and each trains on its part of "
-                "every batch. Give Dataset.shuffle a seed, the same on all ranks. For data of each rank's own there is "
-                "strategy.distribute_datasets_from_function.",
+                "differ. `fit` needs the same data in the same order on all ranks, because each rank trains on its "
+                "part of every batch. Give Dataset.shuffle the same seed on all ranks. For different data on each "
+                "rank, use strategy.distribute_datasets_from_function.",
                 *(rank, self._membership.rank),
             )

@@ -14,7 +14,7 @@ from hop_tf.keras_hook.optimizers import has_schedule, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
-from hop_tf.runtime.exchange import Incoming, Outgoing
+from hop_tf.runtime.exchange import Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.runtime.shares import refuse_float16
@@ -140,8 +140,8 @@ class GradientExchange(AveragingExchange):
             self._begin_timing()
         super().take_common_state(parts)
 
-    def step(self, outgoing: Outgoing) -> Incoming:
-        t, segment, buckets = outgoing.step, outgoing.segment, outgoing.buckets
+    def step(self, request: Request) -> Result:
+        t, segment, buckets = request.step, request.segment, request.buckets
         begun_at = 0.0 if self.tuner is None else self._begin_segment(segment)
         number = t * len(self.parts) + segment
         decides_of = t if segment == self._votes_segment else None
@@ -165,7 +165,7 @@ class GradientExchange(AveragingExchange):
                 self.chosen_widths.append((t, width))
         if self.tuner is not None:
             self._exchange_seconds += self._clock() - begun_at
-        return Incoming(t, segment, tuple(means))
+        return Result(t, segment, tuple(means))
 
     # Choosing by times.
 
@@ -205,8 +205,8 @@ class GradientExchange(AveragingExchange):
                     reduction.choose(self.tuner.setting.way)
         return now
 
-    def no_op(self, outgoing: Outgoing) -> Incoming:
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(values) for values in outgoing.buckets))
+    def no_op(self, request: Request) -> Result:
+        return Result(request.step, request.segment, tuple(np.zeros_like(values) for values in request.buckets))
 
 
 _ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64, on_host=True)

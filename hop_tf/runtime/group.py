@@ -14,7 +14,7 @@ from hop_tf.collectives import AllReduce, get_algorithm
 from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.membership import Membership
-from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.exchange import CATCH_UP, MEETING, Exchange, ExchangeRunner
 from hop_tf.runtime.report import StepStatistics
 from hop_tf.tensors.buffers import BufferPool
@@ -62,7 +62,7 @@ class ExchangeContext:
     start_thread: Callable[[str, Callable[[], None]], threading.Thread] = _start_thread
     optimizer: weakref.ref = lambda: None
     trained: Sequence[tf.Variable] = ()
-    carried: LateChanges = dataclasses.field(default_factory=lambda: LateChanges((), ()))
+    carried: DeltaTracker = dataclasses.field(default_factory=lambda: DeltaTracker((), ()))
     roster: Roster | None = None
 
     @property
@@ -132,7 +132,7 @@ class Group:
 
     @property
     def packing(self) -> Packing:
-        """The buckets of the variables, and of what travels with them."""
+        """The buckets of the variables, and of the tensors that travel with them."""
         return self.context.packing
 
     @property

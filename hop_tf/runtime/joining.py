@@ -104,8 +104,8 @@ class Joining:
                 if self._membership.joining:
                     exchange.close()
                     raise PeerLostError(
-                        f"rank {self._membership.rank} was started again, and cannot join: the others train on without "
-                        "it, and under their strategy nobody takes part again. Start all ranks again to train with it."
+                        f"rank {self._membership.rank} was restarted and cannot join: the others train on without it, "
+                        "and their strategy does not admit restarted ranks. Restart all ranks to train with this one."
                     )
                 return exchange
             self._exchanges[group] = exchange
@@ -212,8 +212,9 @@ class Joining:
     def _check_digest(self, peer: int, reply: membership_pb2.StateReply) -> None:
         if reply.signature_digest != zlib.crc32(self._signature()):
             raise MismatchError(
-                f"rank {self._membership.rank} was started again and cannot join: rank {peer} trains another model, or "
-                "with another optimizer, or more of them. Start the same script again. It joins in its first `fit`."
+                f"rank {self._membership.rank} was restarted and cannot join: rank {peer} trains another model, or "
+                "uses other or more optimizers. Start the same script as before. A restarted rank joins in its first "
+                "`fit`."
             )
 
     def _ask(self, position: int) -> dict[int, membership_pb2.StateReply]:
@@ -228,8 +229,8 @@ class Joining:
                 return train
             if self._monitor.now() >= deadline:
                 raise PeerLostError(
-                    f"rank {self._membership.rank} was started again and cannot join: none of its peers "
-                    f"{list(self._membership.peers)} trains any more."
+                    f"rank {self._membership.rank} was restarted and cannot join: none of its peers "
+                    f"{list(self._membership.peers)} still trains."
                 )
             with self._monitor:
                 self._monitor.wait(_RETRY_SECONDS, deadline)
@@ -248,7 +249,7 @@ class Joining:
         try:
             compare(self._membership, self._signature(), peer, signature.tobytes())
         except MismatchError as error:
-            raise MismatchError(f"{error} A rank that was started again joins in its first `fit`.") from None
+            raise MismatchError(f"{error} A restarted rank joins in its first `fit`.") from None
         self._state.write(arrays[: reply.state_bytes])
         self.counts = collections.Counter(dict(reply.counts))
         return reply.step, arrays[reply.state_bytes :]
@@ -342,8 +343,8 @@ class Joining:
         """
         if self._membership.has_left:
             raise HopError(
-                f"rank {self._membership.rank}: step {step} was made after the end of `fit`, in no session: the others "
-                "would not hear of it. Train on by `fit`, or, in a custom loop, with another optimizer."
+                f"rank {self._membership.rank}: step {step} was made after the end of `fit`, outside of any session, "
+                "so the others would not get its update. Continue by `fit`, or by a custom loop with another optimizer."
             )
         self._membership.begin_round(step)
         with self._monitor:
@@ -377,7 +378,7 @@ class Joining:
             return [rank for rank in awaited() if rank in self._asking_for_state]
 
         while True:
-            operation = "bring a rank that was started again to this step"
+            operation = "bring a restarted rank to this step"
             self._membership.wait(lambda: [] if asking() else awaited(), operation=operation, step=step)
             with self._monitor:
                 ranks = asking()

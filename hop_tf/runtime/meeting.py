@@ -13,7 +13,7 @@ _NEVER = -1  # Not 0: graphs may compare step 0 several times, if an update take
 
 
 class Meeting:
-    """Gives newcomers the state, between two steps. Does nothing if the group's exchange admits nobody.
+    """Gives newcomers the state, between two steps. Does nothing if the group's exchange admits no ranks.
 
     Args:
       group: The group, with an exchange that is a `LockStepJoiner`.

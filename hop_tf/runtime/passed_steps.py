@@ -78,14 +78,14 @@ class PassedSteps:
         if self._must_catch_up() and not self._is_catching_up:
             self._is_catching_up = True
             self._skipping = self._skipping or StepSkipping(
-                f"rank {self._rank} was started again: to join the running job, it passes over the steps it has missed."
+                f"rank {self._rank} was restarted. To join the running job, it skips the steps that it has missed."
             )
             self._skipping.begin_by_skipping(self._catch_up, takes_count=self._takes_count)
         elif self.may_fall_behind and not self._is_catching_up:
             self._is_catching_up = True
             self._skipping = self._skipping or StepSkipping(
-                f"rank {self._rank} has `patience_seconds`: should the others go on without it, it passes over the "
-                "steps it has missed, and joins them."
+                f"rank {self._rank} has `patience_seconds`. If the others continue without it, it skips the steps that "
+                "it has missed, and rejoins them."
             )
             self._skipping.let_catch_up(self._catch_up, takes_count=self._takes_count)
         return self._skipping is not None

@@ -24,7 +24,7 @@ _MODULES = {
 
 
 class Plugin:
-    """Does nothing; a tool overrides what it needs.
+    """Does nothing. A tool overrides the methods that it needs.
 
     Attributes:
       delays_gradients: True if `delay` does something.

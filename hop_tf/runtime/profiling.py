@@ -34,7 +34,9 @@ class StepProfiler:
         first, last = parse_profile_steps(text)
         folder = rank_folder(options, rank)
         if folder is None:
-            logging.warning("rank %d: no step is profiled: CommunicationOptions(log_dir=...) says where to.", rank)
+            logging.warning(
+                "rank %d: cannot profile steps without a directory: set CommunicationOptions(log_dir=...).", rank
+            )
             return None
         return cls(str(folder), first, last)
 
@@ -60,4 +62,4 @@ class StepProfiler:
             try:
                 tf.profiler.experimental.stop()
             except tf.errors.OpError as error:
-                logging.warning("The profile in %s cannot be written: %s", self._folder, error.message)
+                logging.warning("Cannot write the profile in %s: %s", self._folder, error.message)

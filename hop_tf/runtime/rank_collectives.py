@@ -29,13 +29,11 @@ _LEAST_SHARE = 0.9
 
 @contextlib.contextmanager
 def all_ranks_call(what: str) -> Iterator[None]:
-    """Adds a possible cause to errors of waiting: some ranks do not call `what` as the others do."""
+    """Adds a possible cause to errors of waiting: not all ranks call `what`."""
     try:
         yield
     except (PeerLostError, DeadlineExceededError) as error:
-        raise type(error)(
-            f"{error} All ranks must call {what}, as often as each other and in the same order."
-        ) from error
+        raise type(error)(f"{error} All ranks must call {what} equally often, and in the same order.") from error
 
 
 class RankCollectives:
@@ -131,8 +129,8 @@ class RankCollectives:
         behind = [rank for rank, number in enumerate(num_rounds) if number < least]
         if behind and self._membership.rank == 0:
             logging.warning(
-                "`synchronize` leaves out weights of ranks that have made a part of the last training's steps only, "
-                "and gives them the mean of the others: %s.",
+                "`synchronize` leaves out the weights of ranks that have made only a part of the steps of the last "
+                "training. These ranks get the mean of the others: %s.",
                 ", ".join(f"rank {rank} {100 * num_rounds[rank] / max(num_rounds):.3g} %" for rank in behind),
             )
         return self._membership.rank not in behind

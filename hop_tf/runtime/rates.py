@@ -89,14 +89,15 @@ class CommonRate:
         )
         if not self._adopts and abs(own - theirs) > _TOLERANCE * abs(theirs):
             raise HopError(
-                f"{difference}: all ranks must train with the same one here. Let callbacks look at what is equal on "
-                "all ranks, as `val_loss` is; and after a `fit` that has ended earlier on some ranks, which have "
-                "counted fewer steps, call `strategy.synchronize(model)` on all."
+                f"{difference}: all ranks must use the same learning rate. Let callbacks decide by values that are "
+                "equal on all ranks, such as `val_loss`. If `fit` has ended earlier on some ranks, these have counted "
+                "fewer steps. Call `strategy.synchronize(model)` on all ranks after such a `fit`."
             )
         if self._adopts and own != theirs:
             self._has_warned = True
             logging.warning(
-                "%s: a callback has changed it by what it sees on one rank. From now on rank %d takes that of rank %d.",
+                "%s. A callback has changed it by values of one rank only. From now on, rank %d uses the learning rate "
+                "of rank %d.",
                 difference,
                 self._rank,
                 first,

@@ -15,25 +15,25 @@ from hop_tf.runtime.scheme import Scheme
 
 
 def require_lock_step(scheme: Scheme, what: str) -> None:
-    """Raises ValueError if ranks do not wait for each other, as `what`, which was asked for, requires."""
+    """Raises ValueError if ranks do not wait for each other. `what` is the requested operation that needs it."""
     if not scheme.in_lock_step:
         name = type(scheme).__name__
         raise ValueError(
-            f"{what} was asked for, as by `strategy.reduce`, `strategy.gather`, `all_reduce`, or a layer with "
-            f"`synchronized=True`. Ranks would have to wait for the slowest of them, which {name} avoids. Use this "
-            "rank's own value; outside of `fit`, `strategy.gather_reports(loss=float(loss))` brings all ranks' to "
-            "rank 0. It works under PipeSGDStrategy, DTSStrategy, and Canary and SHAT with consistency='bsp'."
+            f"the program asks for {what}, for example by `strategy.reduce`, `strategy.gather`, `all_reduce`, or a "
+            f"layer with `synchronized=True`. Ranks would have to wait for the slowest rank, which {name} avoids. Use "
+            "this rank's own value. Outside of `fit`, `strategy.gather_reports(loss=float(loss))` brings the values of "
+            "all ranks to rank 0. Such calls work under PipeSGDStrategy, DTSStrategy, and Canary and SHAT with "
+            "consistency='bsp'."
         )
 
 
 def refuse_update(scheme: Scheme, optimizer) -> None:
     """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
     raise ValueError(
-        f"an optimizer made in the scope of {type(scheme).__name__} updated variables outside of "
-        "`strategy.run`: nothing would be exchanged, and this rank would train alone. Run the training step by "
-        "`strategy.run(train_step, args=(x, y))`, within a tf.function. An optimizer for this rank alone "
-        "belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy('/cpu:0'). "
-        f"Received: an update by {type(optimizer).__name__}."
+        f"an optimizer made in the scope of {type(scheme).__name__} updated variables outside of `strategy.run`, so "
+        "this rank would train alone. Run the training step by `strategy.run(train_step, args=(x, y))`, within a "
+        "tf.function. Create an optimizer for this rank alone in the scope of another strategy, such as "
+        f"tf.distribute.OneDeviceStrategy('/cpu:0'). Received: an update by {type(optimizer).__name__}."
     )
 
 
@@ -45,27 +45,27 @@ def check_optimizer(scheme: Scheme, optimizer, *, refuses_nonfinite: bool) -> No
     """
     if refuses_nonfinite and loss_scale(optimizer) is not None:
         raise ValueError(
-            "`on_nonfinite` must be 'warn' with a LossScaleOptimizer: gradients that overflow are how it finds its "
-            "scale. Received: CommunicationOptions(on_nonfinite='raise')."
+            "`on_nonfinite` must be 'warn' with a LossScaleOptimizer, because it finds its scale by gradients that "
+            "overflow. Received: CommunicationOptions(on_nonfinite='raise')."
         )
     kind = type(innermost(optimizer))
     if scheme.mixes_weights and not follows_weights(kind):
         raise ValueError(
-            f"{kind.__name__} computes weights anew from what it remembers, so that what "
-            f"{type(scheme).__name__} brings from other ranks would be lost. Take another optimizer; or a "
-            "strategy that averages gradients: PipeSGDStrategy, or CanaryStrategy(consistency='bsp')."
+            f"{kind.__name__} recomputes weights from its own state, so the updates that {type(scheme).__name__} "
+            "brings from other ranks would be lost. Use another optimizer, or a strategy that averages gradients: "
+            "PipeSGDStrategy, or CanaryStrategy(consistency='bsp')."
         )
 
 
 def refuse_assignments(scheme: Scheme, variables: Sequence[tf.Variable]) -> None:
     """Raises ValueError: a step has assigned these weights after their update."""
     raise ValueError(
-        "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. "
-        f"Under {type(scheme).__name__} that would be lost: updates are made again with what comes from other "
-        "ranks, or on a server. Give the layer a constraint, as in "
-        "Dense(8, kernel_constraint=keras.constraints.MaxNorm(1.0)). Or take HopStrategy, DTSStrategy, "
-        "CanaryStrategy(consistency='bsp') or PipeSGDStrategy(pipeline_width=1). "
-        f"Received: an assignment to {names_of(variables)}."
+        "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. Under "
+        f"{type(scheme).__name__} these values would be lost, because updates are made again with values from other "
+        "ranks, or on a server. Give the layer a constraint, as in Dense(8, "
+        "kernel_constraint=keras.constraints.MaxNorm(1.0)). Or use HopStrategy, DTSStrategy, "
+        "CanaryStrategy(consistency='bsp') or PipeSGDStrategy(pipeline_width=1). Received: an assignment to "
+        f"{names_of(variables)}."
     )
 
 
@@ -73,7 +73,7 @@ def refuse_to_restore(callbacks) -> None:
     """Raises ValueError if a callback would begin at a later epoch: its steps would differ from the others'."""
     if has_callback(callbacks, keras.callbacks.BackupAndRestore):
         raise ValueError(
-            "a rank that was started again takes its state from the others, and passes over the steps that it has "
-            "missed: `BackupAndRestore` would begin at another step. Leave it out, or start all ranks again. "
-            f"Received: callbacks={callbacks!r}."
+            "a restarted rank takes its state from the others, and skips the steps that it has missed. "
+            "`BackupAndRestore` would begin at another step. Leave it out, or restart all ranks. Received: "
+            f"callbacks={callbacks!r}."
         )

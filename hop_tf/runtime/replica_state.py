@@ -16,7 +16,10 @@ from hop_tf.tensors.packing import TensorSpec
 
 _NUM_BATCHES = "the number of batches in an epoch"
 _SAME_MODEL = "All ranks must build the same model, and optimizer, in the same order."
-_SAME_DATA = "`fit` takes the same data, in batches of the same size, on all ranks: each trains on its part of a batch."
+_SAME_DATA = (
+    "`fit` needs the same data in batches of the same size on all ranks, because each rank trains on its part of a "
+    "batch."
+)
 
 
 def spec_of(variable: tf.Variable) -> TensorSpec:

@@ -302,8 +302,8 @@ class ReportWriter:
         self._writer = None
         self._stop.set()
         logging.warning(
-            "No records of `report()` are written to TensorBoard from now on: the files in %s (`log_dir`) cannot be "
-            "written to: %s. Training goes on.",
+            "Cannot write to the files in %s (`log_dir`): %s. Training continues, without records of `report()` for "
+            "TensorBoard.",
             self._path,
             _reason_of(error),
         )

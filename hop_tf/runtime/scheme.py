@@ -23,8 +23,8 @@ class Scheme(abc.ABC):
         scheme makes updates again, or makes them elsewhere.
       takes_assignments: True if weights that a program assigns before the update, or between two steps, count. False if
         a second copy of the weights overwrites them.
-      hears_of_assignments: True if algorithms are told of weights that a program assigns between two steps, although
-        these count (`Algorithm.note_assigned`, and in custom loops `take_assigned`).
+      hears_of_assignments: True if algorithms hear of assignments between two steps although these count anyway
+        (`Algorithm.note_assigned`, and in custom loops `take_assigned`).
       takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count in any case.
       in_lock_step: True if each rank waits for all others anyway, so that it may also wait in `strategy.reduce`.
       agrees_on_roster: True if ranks agree, through the exchanged means, on the ranks that share a batch. This matters

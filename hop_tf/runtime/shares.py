@@ -52,8 +52,8 @@ def refuse_float16(specs: Sequence[TensorSpec], codec: Codec) -> None:
     """
     if codec == Identity(dtype="float16") or any(spec.dtype == tf.float16 for spec in specs):
         raise ValueError(
-            "`batch_shares` must be None where values travel as float16: they are multiplied by rows before, which is "
-            f"often too much for its range. Take bfloat16. Received: codec={codec!r}, and variables of the types "
+            "`batch_shares` must be None if values travel as float16, because ranks multiply values by numbers of "
+            f"rows, which often exceeds its range. Use bfloat16. Received: codec={codec!r}, and variables of the types "
             f"{sorted({spec.dtype.name for spec in specs})}."
         )
 

@@ -13,7 +13,7 @@ from hop_tf.options import STACKS_VARIABLE, CommunicationOptions, rank_folder
 
 
 class StallReport:
-    """Logs what the rank waits for, and writes the stacks of all threads of its process to a file.
+    """Logs the reason for a long wait, and writes the stacks of all threads of its process to a file.
 
     The file is the one that the launcher names. Without the launcher it is `stacks.txt` in the rank's folder of
     `CommunicationOptions.log_dir`; without that, there are no stacks.

@@ -1,9 +1,9 @@
 """`StopAgreement`: synchronous ranks stop after the same step, if one of them is to stop.
 
 A rank counts the steps that it has begun. A rank that is to stop tells the others its number, and begins no further
-step before it has heard their numbers. A rank that gets such a message does the same at once: the thread that takes the
-message answers. So each rank tells one number, and all know the largest. All ranks make their steps up to this number,
-and stop.
+step before it has received their numbers. A rank that gets such a message sends its own number at once, from the thread
+that takes the message. So each rank sends one number, and all ranks know the largest. They make their steps up to this
+number, and stop.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StopAgreement:
     def begin_steps(self, number: int) -> bool:
         """Counts the next steps as begun. Returns False if this rank has to stop before them.
 
-        Blocks: if a rank is to stop, until all ranks that take part have told their numbers of begun steps. Does not
+        Blocks: if a rank is to stop, until all ranks that take part have sent their numbers of begun steps. Does not
           block for steps that this rank's own number includes.
 
         Raises:
@@ -74,11 +74,11 @@ class StopAgreement:
             return True
         with self._membership.monitor:
             if not self.is_asked or self._told[self._membership.rank] >= self.num_begun:
-                return True  # If this rank has told a number that includes these steps, the others wait for them.
+                return True  # This rank's own number includes these steps, so the others wait for them.
             self.num_begun -= number
         if self.is_reached():
             return False
-        self.num_begun += number  # The others are not told this number any longer.
+        self.num_begun += number  # This rank no longer sends this number.
         return True
 
     def end_epoch(self, num_made: int) -> None:

@@ -1,6 +1,6 @@
 """`Sum`: a variable to which several processes add, and the contribution of each of them.
 
-Each process tells its whole contribution, with a version. A newer version replaces an older one. So ranks that know the
+Each process sends its whole contribution, with a version. A newer version replaces an older one. So ranks that know the
 same versions hold the same sum, to the bit. If a rank misses an agreement, nothing is lost, and nothing counts twice.
 
 Only the changes that steps make add up. If a program assigns the variable while no step runs, for instance to count
@@ -29,7 +29,7 @@ class Sum:
       own: This process's name as a contributor. Contributions are added in the order of names.
       rank: This rank. If two ranks begin a generation with different values, the lower rank's value counts.
       path: The variable's name for users.
-      joins: True if this process joins others. The others then tell this process their first value.
+      joins: True if this process joins others. The others then send this process their first value.
     """
 
     def __init__(self, variable: tf.Variable, own: str, *, rank: int, path: str, joins: bool):
@@ -51,7 +51,7 @@ class Sum:
             self._counted = np.array(variable.numpy()).reshape(-1)
 
     def begin_anew(self) -> None:
-        """Begins a generation if the variable has changed since the last count, although no step has run since."""
+        """Begins a generation if the variable has changed since the last count without a step."""
         counted = self._counted
         self.begin_here()
         if self._counted.tobytes() == counted.tobytes():  # Works for nan, too.
@@ -102,8 +102,9 @@ class Sum:
             self._parts[self._own] = self._generation * _NUM_VERSIONS, np.zeros_like(own[1])
         if is_late or not is_same_value:
             logging.warning(
-                "rank %d: ranks have not assigned the same to %r between two steps. The latest assignment counts, and "
-                "of several the one on the lowest rank. Assign the same value on all ranks, at the same place.",
+                "rank %d: ranks have assigned different values to %r between two steps. The latest assignment counts. "
+                "If several ranks were the latest, the lowest rank counts. Assign the same value on all ranks, before "
+                "the same step.",
                 *(self._rank, self._path),
             )
 
@@ -117,7 +118,7 @@ class Sum:
 
 
 def told_versions(versions: Sequence[dict[str, int]], told: Sequence[str]) -> list[int]:
-    """The versions of the contributions to one sum that processes have told.
+    """The versions of the contributions to one sum that processes have sent.
 
     A process that has joined does not know the generation yet. Its contribution belongs to the newest generation.
 
@@ -134,7 +135,7 @@ def missing(versions: Sequence[dict[str, int]], told: Sequence[str]) -> list[tup
 
     Args:
       versions: The versions of one sum that each process knows.
-      told: The processes' own names. They have all told their contributions.
+      told: The processes' own names. They have all sent their contributions.
 
     Returns:
       For each such contribution, the first process that knows the newest version, and the contributor.

@@ -1,9 +1,9 @@
-"""Velocities of SGD that take part in what averaging changes in the weights.
+"""Corrects the velocities of SGD by the changes that averaging makes to weights.
 
-A rank whose data is of one kind has a velocity that leads to where that kind is learned. Averaging moves the weights
-back, and the velocity away again. So what averaging changes is added to the velocity, too, as far as it would still be
-a part of it: m^D of a change that is D steps old. Quasi-global momentum (Lin, Karimireddy, Stich, Jaggi, ICML 2021) has
-the same aim. It makes the whole velocity from the differences of averaged weights.
+If a rank's data is of one kind, its velocity leads to weights for that kind. Averaging moves the weights back, and the
+velocity moves them away again. So the changes by averaging are added to the velocity, too. A change that is D steps old
+counts m^D, as a gradient of that age would. Quasi-global momentum (Lin, Karimireddy, Stich, Jaggi, ICML 2021) has the
+same aim. It makes the whole velocity from the differences of averaged weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hop_tf.runtime.group import Group
 def add_to_velocities(
     group: Group, moves: Sequence[tf.Tensor], factor_of: Callable[[float], float | tf.Tensor]
 ) -> None:
-    """Emits the ops that add a part of what averaging has changed to the velocities of a group's optimizer.
+    """Emits the ops that add a part of the changes by averaging to the velocities of a group's optimizer.
 
     Args:
       group: The group.
-      moves: What averaging has changed in each trained variable. Others may follow, and are not used.
-      factor_of: Returns the part, from the momentum.
+      moves: The changes by averaging of each trained variable. Further tensors are not used.
+      factor_of: Returns the part for a momentum.
 
     Raises:
       ValueError: If the optimizer is not SGD with momentum.

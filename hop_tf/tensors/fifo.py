@@ -68,7 +68,7 @@ class SimulatedFifo:
     def put(self, entry: Sequence[np.ndarray]) -> None:
         """See `Fifo`. Raises OverflowError if there is no room, where `Fifo` would block forever."""
         if len(self._entries) == self._capacity:
-            raise OverflowError(f"an entry was put into a queue that holds as many as it can: {self._capacity}.")
+            raise OverflowError(f"cannot put an entry into a full queue of {self._capacity} entries.")
         self._entries.append(tuple(entry))
 
     def take(self) -> tuple[np.ndarray, ...]:
@@ -119,8 +119,8 @@ class UpdateQueue:
         tag = (update.iteration, update.sender)
         if tag in tags or len(tags) == self._num_senders:
             raise ProtocolError(
-                f"rank {update.sender} sent an update of iteration {update.iteration} that there is no room for. "
-                f"Waiting here: {sorted(tags)}."
+                f"rank {update.sender} sent an update of iteration {update.iteration}, but there is no room for it. "
+                f"The queue holds iterations: {sorted(tags)}."
             )
         self._queues[update.iteration % len(self._queues)].put(update.buckets)
         tags.append(tag)
@@ -135,7 +135,9 @@ class UpdateQueue:
         updates = []
         for tagged, sender in self._tags[index]:
             if tagged != iteration:
-                raise ProtocolError(f"an update of iteration {tagged} lies where {iteration} was expected.")
+                raise ProtocolError(
+                    f"an update of iteration {tagged} is in the queue. Expected: iteration {iteration}."
+                )
             updates.append(Update(tagged, sender, self._queues[index].take()))
         self._tags[index].clear()
         return sorted(updates, key=lambda update: update.sender)
@@ -233,7 +235,8 @@ class TokenQueue:
     def __init__(self, *, num_initial: int, capacity: int, iteration: int = -1):
         if num_initial > capacity:
             raise ProtocolError(
-                f"a token queue would begin with {num_initial} tokens in iteration {iteration}, and holds {capacity}."
+                f"a token queue cannot begin with {num_initial} tokens in iteration {iteration}: it holds {capacity} "
+                "tokens at most."
             )
         self._capacity = capacity
         self._iteration = iteration
@@ -262,8 +265,8 @@ class TokenQueue:
         num_tokens = iteration - self._iteration
         if num_tokens <= 0 or (num_tokens > self._capacity - self.size and not has_surplus):
             raise ProtocolError(
-                f"tokens for iteration {iteration} came after those for {self._iteration}, where {self.size} of "
-                f"{self._capacity} are."
+                f"tokens for iteration {iteration} came after those for {self._iteration}. The queue holds {self.size} "
+                f"tokens of {self._capacity}."
             )
         self._iteration = iteration
         num_paid = min(num_tokens, self._num_owed)
@@ -279,7 +282,7 @@ class TokenQueue:
           ProtocolError: If there are too few tokens, without `may_owe`.
         """
         if num_tokens > self.size and not may_owe:
-            raise ProtocolError(f"{num_tokens} tokens were to be taken where {self.size} are.")
+            raise ProtocolError(f"cannot take {num_tokens} tokens of {self.size}.")
         num_kept = min(num_tokens, self._num_here)
         self._num_here -= num_kept
         num_surplus = min(num_tokens - num_kept, self._num_surplus)

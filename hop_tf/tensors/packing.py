@@ -137,7 +137,7 @@ class Packing:
           ProtocolError: If there are more or fewer bytes.
         """
         if payload.nbytes != self.num_bytes:
-            raise ProtocolError(f"{payload.nbytes} bytes came where {self.num_bytes} were expected.")
+            raise ProtocolError(f"expected {self.num_bytes} bytes. Received: {payload.nbytes} bytes.")
         views, start = [], 0
         for size, dtype in zip(self.sizes, self.dtypes, strict=True):
             views.append(payload[start : start + size * dtype.size].view(dtype.as_numpy_dtype))

@@ -71,7 +71,7 @@ def view(part: np.ndarray, dtype: np.dtype, shape: Sequence[int]) -> np.ndarray:
     """
     expected = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     if part.size != expected:
-        raise ProtocolError(f"{part.size} bytes came where {expected} were expected.")
+        raise ProtocolError(f"expected {expected} bytes. Received: {part.size} bytes.")
     return part.view(dtype).reshape(shape)
 
 

@@ -41,7 +41,7 @@ class Certificates:
                     self._stamp = stamp
             except (OSError, ValueError) as error:
                 logging.log_every_n_seconds(
-                    logging.WARNING, "The TLS files have changed and are of no use: %s", _LOG_PERIOD_SECONDS, error
+                    logging.WARNING, "The TLS files have changed and cannot be used: %s", _LOG_PERIOD_SECONDS, error
                 )
             return self._files
 

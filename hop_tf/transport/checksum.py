@@ -129,5 +129,5 @@ def check_equal(received: bytes, expected: bytes) -> None:
     """Raises ProtocolError if a frame's checksum is wrong."""
     if received != expected:
         raise ProtocolError(
-            "a frame has a wrong checksum: it was changed or inserted on its way. The connection is made anew."
+            "a frame has a wrong checksum: it was changed or inserted on its way. The rank connects again."
         )

@@ -60,7 +60,7 @@ def behind(pieces: Sequence[memoryview], num_bytes: int) -> Sequence[memoryview]
 
 
 def _stalled() -> TimeoutError:
-    return TimeoutError(f"a frame that had begun did not go on for {IDLE_SECONDS:.0f} s")
+    return TimeoutError(f"the rest of a frame did not come for {IDLE_SECONDS:.0f} s")
 
 
 class Connection:
@@ -149,10 +149,10 @@ class Connection:
     def num_received_there(self) -> int:
         """The number of bytes that the other machine has received. Its process may not have read all of them yet."""
         try:
-            (num_under_way,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
+            (num_in_flight,) = _INT.unpack(fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(_INT.size)))
         except OSError:  # As in some sandboxes.
-            num_under_way = 0
-        return self._num_written - num_under_way
+            num_in_flight = 0
+        return self._num_written - num_in_flight
 
     def limit_rate(self, bytes_per_second: float) -> None:
         """Limits the rate of written data from now on, headers of packets included; `math.inf` sets no limit.
@@ -281,7 +281,7 @@ class Connection:
 
     def _payload_at(self, place: np.ndarray) -> np.ndarray:
         if self.peer_memory is None:
-            raise ProtocolError("a frame tells a place in a memory that is not shared.")
+            raise ProtocolError("a frame refers to shared memory, but the connection has none.")
         return self.peer_memory.payload(place)
 
     def _read_head(self, while_idle: Callable[[], object] = _do_nothing) -> bytes | None:

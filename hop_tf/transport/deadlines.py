@@ -88,7 +88,7 @@ def _find(
             return None
         return PeerLostError, f"it has ended: {ended}", "Start the job again."
     if is_dead(status) and not status.may_return:
-        return PeerLostError, "nobody listens there any more", _LOST_ADVICE
+        return PeerLostError, "no process listens there any longer", _LOST_ADVICE
     if patience_seconds is not None and status.ever_connected and status.was_silent_for(patience_seconds):
         return PeerLostError, f"silent for {status.silent_seconds:.1f} s{problem}", _PATIENCE_ADVICE
     if status.was_silent_for(options.timeout_seconds):

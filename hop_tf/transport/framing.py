@@ -214,7 +214,7 @@ def decode_head(data: bytes) -> Head:
       ProtocolError: If the data is no head, was changed in flight, or has a length beyond its limit.
     """
     if len(data) < HEAD_BYTES:
-        raise ProtocolError(f"a frame of {len(data)} bytes is none.")
+        raise ProtocolError(f"{len(data)} bytes are not a frame.")
     magic, version, kind, flags, sequence, payload_bytes, header_bytes, queue_bytes = _FIELDS.unpack_from(data)
     if magic != _MAGIC or version != _HEAD_VERSION:
         raise ProtocolError(f"a frame must begin with {_MAGIC!r}, version {_HEAD_VERSION}. Received: {data[:5]!r}.")
@@ -227,7 +227,7 @@ def decode_head(data: bytes) -> Head:
         raise ProtocolError(f"a frame has lengths beyond the limits: {lengths}.")
     in_memory = flags & IN_SHARED_MEMORY != 0
     if in_memory and payload_bytes != PLACE_BYTES:
-        raise ProtocolError(f"a frame tells a place in {payload_bytes} bytes, and not in {PLACE_BYTES}.")
+        raise ProtocolError(f"a frame refers to shared memory by {payload_bytes} bytes. Expected: {PLACE_BYTES} bytes.")
     return Head(
         kind=_KINDS[kind],
         ack_requested=flags & ACK_REQUESTED != 0,
@@ -252,7 +252,7 @@ def decode(data: bytes, checksum_bytes: int = 0) -> Frame:
     """
     head = decode_head(data)
     if head.in_shared_memory:
-        raise ProtocolError("a frame of a gRPC stream tells a place in a memory that is not shared.")
+        raise ProtocolError("a frame of a gRPC stream refers to shared memory, which streams do not have.")
     end = HEAD_BYTES + head.queue_bytes + head.header_bytes
     if not end <= len(data) <= min(CHUNK_BYTES, end + head.payload_bytes + checksum_bytes):
         raise ProtocolError(f"a frame of {len(data)} bytes cannot hold what its head says: {head}.")
@@ -316,7 +316,9 @@ class Assembler:
           ProtocolError: If the chunk is empty or too long, or if the checksum at the end is wrong.
         """
         if not 0 < len(chunk) <= self._num_missing:
-            raise ProtocolError(f"a chunk of {len(chunk)} bytes came where {self._num_missing} are missing.")
+            raise ProtocolError(
+                f"a chunk has {len(chunk)} bytes, but only {self._num_missing} bytes of the message are missing."
+            )
         self._add(chunk)
 
     def _add(self, chunk: bytes | memoryview) -> None:

@@ -21,7 +21,7 @@ from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloR
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import Session
-from hop_tf.transport.strangers import Strangers, source_of
+from hop_tf.transport.unauthenticated_peers import UnauthenticatedPeers, source_of
 
 
 class DaemonExecutor(concurrent.futures.Executor):
@@ -101,7 +101,7 @@ class StreamHandler(grpc.GenericRpcHandler):
       pool: Provides memory for payloads.
       executor: Runs the thread of each stream.
       encrypted: True under TLS.
-      strangers: The connections that have not greeted yet.
+      unauthenticated: The connections that have not greeted yet.
       on_refused: Called with the origin and the reason, for every stream that is refused.
       on_error: Called with an unexpected exception.
     """
@@ -115,7 +115,7 @@ class StreamHandler(grpc.GenericRpcHandler):
         pool: BufferPool,
         executor: DaemonExecutor,
         encrypted: bool,
-        strangers: Strangers,
+        unauthenticated: UnauthenticatedPeers,
         on_refused: Callable[[str, HopError], None],
         on_error: Callable[[BaseException], None],
     ):
@@ -125,7 +125,7 @@ class StreamHandler(grpc.GenericRpcHandler):
         self._pool = pool
         self._executor = executor
         self._encrypted = encrypted
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._on_refused = on_refused
         self._on_error = on_error
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class StreamHandler(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details):
         """The stream's handler. For None, gRPC refuses the stream with UNIMPLEMENTED, without a thread."""
-        is_admitted = handler_call_details.method == METHOD and self._strangers.admit(self._executor.try_reserve)
+        is_admitted = handler_call_details.method == METHOD and self._unauthenticated.admit(self._executor.try_reserve)
         return self._rpc if is_admitted else None
 
     def close(self) -> None:
@@ -164,19 +164,19 @@ class StreamHandler(grpc.GenericRpcHandler):
 
     def _greet(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Generator[bytes, None, Greeting]:
         source = source_of(context.peer())
-        stranger = self._strangers.enter(source, context.cancel)
+        caller = self._unauthenticated.enter(source, context.cancel)
         try:
             challenge, session = self._handshake.challenge()
             yield encode(FrameKind.CHALLENGE, body=challenge)
             data = next(requests, b"")
         except grpc.RpcError:
-            if not stranger.problem:
+            if not caller.problem:
                 raise
         finally:
             # From here on `close` lets the answer out: a peer that gets no refusal would wait for a rank that is gone.
-            self._strangers.leave(stranger)
-        if stranger.problem:
-            raise ProtocolError(stranger.problem)
+            self._unauthenticated.leave(caller)
+        if caller.problem:
+            raise ProtocolError(caller.problem)
         return self._check_hello(data, session, source, context)
 
     def _check_hello(self, data: bytes, session: Session, source: str, context: grpc.ServicerContext) -> Greeting:

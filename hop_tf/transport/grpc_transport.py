@@ -30,7 +30,7 @@ from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import Secret
 from hop_tf.transport.queue_transport import QueueTransport
 from hop_tf.transport.reports import ReportHandler
-from hop_tf.transport.strangers import GREETING_SECONDS, GuessLimit, Strangers
+from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS, GuessRateLimiter, UnauthenticatedPeers
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", CHUNK_BYTES),
@@ -116,7 +116,7 @@ class GrpcTransport(QueueTransport):
         self._address = addresses[rank]
         self._incarnation = incarnation or new_incarnation()
         self._tls = Certificates(options) if options.uses_tls else None
-        secret, guesses = Secret(options.cluster_token), GuessLimit()
+        secret, guesses = Secret(options.cluster_token), GuessRateLimiter()
         self._handshake = Handshake(
             rank=rank,
             addresses=addresses,
@@ -132,7 +132,7 @@ class GrpcTransport(QueueTransport):
         )
         self._heartbeat_seconds = min(options.timeout_seconds / 5, 1.0)
         self._executor = DaemonExecutor(f"hop_tf serve rank {rank}")
-        self._strangers = Strangers()
+        self._unauthenticated = UnauthenticatedPeers()
         self._pool = pool or BufferPool()
         self._streams = StreamHandler(
             rank=rank,
@@ -141,11 +141,13 @@ class GrpcTransport(QueueTransport):
             pool=self._pool,
             executor=self._executor,
             encrypted=self._tls is not None,
-            strangers=self._strangers,
+            unauthenticated=self._unauthenticated,
             on_refused=self._refused,
             on_error=self._thread_failed,
         )
-        self._reports = ReportHandler(rank, secret, strangers=self._strangers, guesses=guesses, executor=self._executor)
+        self._reports = ReportHandler(
+            rank, secret, unauthenticated=self._unauthenticated, guesses=guesses, executor=self._executor
+        )
         self._server: grpc.Server | None = None
         self._sockaddrs: frozenset[tuple] = frozenset()
         self._links: list[Link] = []
@@ -164,7 +166,7 @@ class GrpcTransport(QueueTransport):
         for host in self._hosts():
             self._bind(server, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         self._handshake.begin()
-        self._executor.submit(self._strangers.watch)
+        self._executor.submit(self._unauthenticated.watch)
         server.start()
         self._server = server
         with _serving_lock:
@@ -201,7 +203,7 @@ class GrpcTransport(QueueTransport):
         try:
             self.connect(peer.rank)
         except HopError as error:
-            logging.debug("rank %d does not ask %s who it is: %s", self._rank, peer, error)
+            logging.debug("rank %d cannot connect to %s to verify a greeting: %s", self._rank, peer, error)
 
     def _add_link(self, link: Link) -> None:
         self._links.append(link)
@@ -213,7 +215,7 @@ class GrpcTransport(QueueTransport):
         # Without a grace period, gRPC would make each peer's library print a line.
         stopped = None if self._server is None else self._server.stop(grace=_GRACE_SECONDS)
         self._streams.close()
-        self._strangers.close()
+        self._unauthenticated.close()
         self._executor.close()
         self._dispatcher.close(deadline)
         self._join([link.thread for link in self._links] + self._executor.threads, deadline)
@@ -271,13 +273,13 @@ class GrpcTransport(QueueTransport):
 
     def _served_here(self) -> HopError:
         return HopError(
-            f"rank {self._rank}: cannot serve on {self._address}: this process serves there already. A strategy that "
-            "was made before keeps the address until its `shutdown()`: call that before making another."
+            f"rank {self._rank}: cannot serve on {self._address}: this process serves there already. An earlier "
+            "strategy keeps the address until its `shutdown()`. Call `shutdown()` before you create another strategy."
         )
 
 
 def _max_connections() -> int:
-    """The limit on the server's connections: strangers must not take the descriptors that training needs."""
+    """The limit on the server's connections. It keeps descriptors for training, whoever connects."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MANY_CONNECTIONS if limit == resource.RLIM_INFINITY else min(limit * 3 // 4, _MANY_CONNECTIONS)
 

@@ -13,19 +13,19 @@ from hop_tf.transport.framing import MAX_LANES, PROTOCOL_VERSION
 from hop_tf.transport.incarnation import past_of, process_of
 from hop_tf.transport.peer import Peer
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge, parse, seal_refusal
-from hop_tf.transport.strangers import GuessLimit
+from hop_tf.transport.unauthenticated_peers import GuessRateLimiter
 
 # The lane of heartbeats, after the lanes of messages.
 CONTROL_LANE = MAX_LANES
 _PROTOCOL_FIELD = "transport.protocol"
-_TOO_EARLY = "its process has not shut an earlier strategy down, as this one has"
-_TOO_LATE = "its process has shut the strategy down that this one is in, and made another one"
+_TOO_EARLY = "its process has not shut down an earlier strategy, which this process has shut down"
+_TOO_LATE = "its process has shut down the strategy that this process uses, and created another one"
 # Refusals that may be temporary, and change nothing.
 _PASSING = {
     control_pb2.BAD_TOKEN: "it refused this rank's cluster token (see CommunicationOptions.cluster_token)",
     control_pb2.BAD_RANK: "it has another rank, or knows this rank under another number; check TF_CONFIG on both",
-    control_pb2.TOO_MANY_GUESSES: "it has got many wrong cluster tokens from this host, and waits before the next one",
-    control_pb2.UNCONFIRMED: "it has met another process of this rank, and asks at this rank's address who is there",
+    control_pb2.TOO_MANY_GUESSES: "it has received many wrong cluster tokens from this host: try again later",
+    control_pb2.UNCONFIRMED: "it knows another process of this rank, and now checks this rank's address",
     control_pb2.BAD_CERTIFICATE: "this rank's certificate does not name the host that the cluster lists for it",
 }
 _UNSIGNED = (control_pb2.BAD_TOKEN, control_pb2.TOO_MANY_GUESSES)
@@ -66,8 +66,8 @@ class Handshake:
       secret: The token that all ranks share.
       guesses: Limits wrong tokens.
       encrypted: True if connections protect their data themselves.
-      on_doubt: Called, on any thread, with a peer in whose name a stranger may have greeted. Begins to connect to the
-        peer, if this rank does not yet: the process at the peer's address is the real one.
+      on_doubt: Called, on any thread, with a peer in whose name another process may have greeted. Begins to connect to
+        the peer, if this rank does not yet: the process at the peer's address is the real one.
       on_restart: Called, on any thread, with a peer after another process has greeted in its place. Must forget all
         messages in flight between this rank and the old process before it returns. Default None: a restart makes the
         peer fail. (A process that greets with a later transport has to wait until this rank has closed its transport.)
@@ -87,7 +87,7 @@ class Handshake:
         incarnation: str,
         identity: Mapping[str, str],
         secret: Secret,
-        guesses: GuessLimit,
+        guesses: GuessRateLimiter,
         encrypted: bool,
         on_doubt: Callable[[Peer], object],
         on_restart: Callable[[Peer], None] | None = None,
@@ -235,7 +235,7 @@ class Handshake:
         """Returns the hello if its sender knows the token. Other senders are told only that they do not."""
         if not self._guesses.take(source):
             reply = control_pb2.HelloReply(refusal=control_pb2.TOO_MANY_GUESSES).SerializeToString()
-            raise HelloRefusedError("too many wrong cluster tokens came from there", seal_refusal(reply))
+            raise HelloRefusedError("too many wrong cluster tokens came from that host", seal_refusal(reply))
         try:
             body = session.open_hello(data)
         except NotProvenError as error:
@@ -251,7 +251,7 @@ class Handshake:
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_RANK))
         if certificate_names is not None and not names_host(certificate_names, peer.host):
             names = ", ".join(sorted(certificate_names)) or "no host"
-            problem = f"it passes as {peer}, and has a certificate for {names}"
+            problem = f"it claims to be {peer}, but its certificate is for {names}"
             raise HelloRefusedError(problem, self._reply(control_pb2.BAD_CERTIFICATE))
         # Disagreements between earlier strategies of the two processes do not matter.
         if hello.receiver_incarnation not in ("", self._incarnation):
@@ -284,17 +284,17 @@ class Handshake:
         """
         if peer.failure is None and not peer.has_been(hello.incarnation):
             self._on_doubt(peer)
-            problem = f"it passes as another process of {peer} than the one that was met"
+            problem = f"it claims to be another process of {peer} than the known one"
             raise HelloRefusedError(problem, self._reply(control_pb2.UNCONFIRMED))
 
     def _check_generation(self, peer: Peer, hello: control_pb2.Hello) -> None:
         """Raises OtherStrategyError if `peer`, which has not been met yet, is in another strategy than this rank."""
         if self._is_later(peer, hello):
-            problem = f"{peer} has shut a strategy down that this rank has not, and made another one"
+            problem = f"{peer} has shut down a strategy that this rank still uses, and created another one"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))
         # A process that was started again has created fewer strategies, and joins the others in the present one.
         if self._lead_of(hello) < 0 and self._past.processes.get(peer.rank) in (None, process_of(hello.incarnation)):
-            problem = f"{peer} has not shut a strategy down that this rank has"
+            problem = f"{peer} has not shut down a strategy that this rank has shut down"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
 
     def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
@@ -319,7 +319,9 @@ class Handshake:
         if self._on_restart is None:
             raise self._fail(peer, self._peer_was_restarted(peer))
         if not peer.replace(incarnation):
-            raise PeerLostError(f"rank {self._rank}: a process of {peer} came back after another took its place.")
+            raise PeerLostError(
+                f"rank {self._rank}: a process of {peer} came back after another process took its place."
+            )
         self._on_restart(peer)
         peer.introduce()
 
@@ -361,8 +363,8 @@ class Handshake:
 
     def _peer_was_restarted(self, peer: Peer) -> PeerLostError:
         return PeerLostError(
-            f"rank {self._rank}: {peer} was restarted: another process answers there than before. "
-            "Its state is lost; start the job again."
+            f"rank {self._rank}: {peer} was restarted: a new process answers at its address. The state of the old one "
+            "is lost. Start the job again."
         )
 
     def _this_was_restarted(self, peer: Peer) -> PeerLostError:

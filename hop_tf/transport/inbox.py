@@ -156,7 +156,8 @@ class Inbox:
         with self._condition:
             if first_sequence > self._received_sequence + 1:
                 raise ProtocolError(
-                    f"the oldest message there is {first_sequence}, the last one here {self._received_sequence}."
+                    f"the oldest message at the peer is {first_sequence}, but the last one received is "
+                    f"{self._received_sequence}."
                 )
             self._epoch += 1
             self._condition.notify_all()

@@ -7,7 +7,7 @@ import dataclasses
 import math
 
 # The most bytes that one connection has in flight, if its buffers may grow to 4 MiB, Linux's default.
-_BYTES_UNDER_WAY = 3 << 20
+_BYTES_IN_FLIGHT = 3 << 20
 _MAX_LANES = 8
 _LARGE_BYTES = 1 << 16
 
@@ -25,8 +25,8 @@ def num_lanes(round_trip_seconds: float, bits_per_second: float, num_peers: int)
       bits_per_second: R, the rate of this rank's link.
       num_peers: N, the number of peers that share the link.
     """
-    bytes_under_way = round_trip_seconds * bits_per_second / 8 / num_peers
-    return min(max(1, math.ceil(bytes_under_way / _BYTES_UNDER_WAY)), _MAX_LANES)
+    bytes_in_flight = round_trip_seconds * bits_per_second / 8 / num_peers
+    return min(max(1, math.ceil(bytes_in_flight / _BYTES_IN_FLIGHT)), _MAX_LANES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,9 +46,9 @@ def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float
         found = _look_up(other) if other != hosts[number] else own
         if isinstance(found, set) and not _are_loopback(found):
             raise ClusterConfigError(
-                f"{hosts[number]}, the name of this process's machine, must stand for an address that others reach, as "
-                f"{other} does ({', '.join(sorted(found))}). Received: {', '.join(sorted(own))}, a loopback address. "
-                f"See /etc/hosts on this machine, and `getent hosts {hosts[number]}`."
+                f"{hosts[number]}, the name of this process's machine, must resolve to an address that other machines "
+                f"reach, as {other} does ({', '.join(sorted(found))}). Received: {', '.join(sorted(own))}, a loopback "
+                f"address. See /etc/hosts on this machine, and `getent hosts {hosts[number]}`."
             )
 
 
@@ -57,11 +57,11 @@ def _wait_for(host: str, deadline: float, timeout_seconds: float) -> set[str]:
     while isinstance(found := _look_up(host), OSError):
         if time.monotonic() >= deadline:
             raise DeadlineExceededError(
-                f"waited {timeout_seconds:g} s until this process's own name, {host}, is known on its machine: "
-                f"{found.strerror}. Names in the cluster description must be those by which machines know each other."
+                f"waited {timeout_seconds:g} s for this process's own name, {host}, to resolve on its machine: "
+                f"{found.strerror}. The cluster description must have names that all its machines can resolve."
             ) from found
         if not is_told:
-            logging.warning("hop_tf: %s, this process's own name, is not known yet: %s.", host, found.strerror)
+            logging.warning("hop_tf: %s, this process's own name, does not resolve yet: %s.", host, found.strerror)
             is_told = True
         time.sleep(min(_PAUSE_SECONDS, max(0.0, deadline - time.monotonic())))
     return found

@@ -14,7 +14,7 @@ import grpc
 from hop_tf.errors import ProtocolError
 from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge
-from hop_tf.transport.strangers import GuessLimit, Strangers, source_of
+from hop_tf.transport.unauthenticated_peers import GuessRateLimiter, UnauthenticatedPeers, source_of
 
 REPORT_METHOD = "/hop_tf.Supervision/Report"
 
@@ -25,7 +25,7 @@ class ReportHandler(grpc.GenericRpcHandler):
     Args:
       rank: This rank.
       secret: The token.
-      strangers: The connections that have not proven yet that they know the token.
+      unauthenticated: The connections that have not proven yet that they know the token.
       guesses: Limits wrong proofs.
       executor: Runs the thread of each call.
 
@@ -34,11 +34,17 @@ class ReportHandler(grpc.GenericRpcHandler):
     """
 
     def __init__(
-        self, rank: int, secret: Secret, *, strangers: Strangers, guesses: GuessLimit, executor: DaemonExecutor
+        self,
+        rank: int,
+        secret: Secret,
+        *,
+        unauthenticated: UnauthenticatedPeers,
+        guesses: GuessRateLimiter,
+        executor: DaemonExecutor,
     ):
         self._rank = rank
         self._secret = secret
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._guesses = guesses
         self._executor = executor
         self.report: Callable[[], Mapping[str, object]] | None = None
@@ -46,21 +52,23 @@ class ReportHandler(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details):
         """The call's handler; None, which takes no thread, if there are too many calls."""
-        is_admitted = handler_call_details.method == REPORT_METHOD and self._strangers.admit(self._executor.try_reserve)
+        is_admitted = handler_call_details.method == REPORT_METHOD and self._unauthenticated.admit(
+            self._executor.try_reserve
+        )
         return self._rpc if is_admitted else None
 
     def _serve(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         source = source_of(context.peer())
         challenge = new_challenge()
         session = Session(self._secret, challenge, encrypted=False)
-        stranger = self._strangers.enter(source, context.cancel)
+        caller = self._unauthenticated.enter(source, context.cancel)
         try:
             yield challenge
             hello = next(requests, b"")
         finally:
-            self._strangers.leave(stranger)
-        if stranger.problem:
-            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, stranger.problem)
+            self._unauthenticated.leave(caller)
+        if caller.problem:
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, caller.problem)
         self._authenticate(hello, session, source, context)
         report = {} if self.report is None else self.report()
         yield session.seal_reply(json.dumps({"rank": self._rank, **report}, default=float).encode())

@@ -173,7 +173,7 @@ class PeerMemory:
         self._num_bytes = offer.num_bytes
         self._words = np.frombuffer(self._mapped, np.int64, offer.num_bytes // _WORD_BYTES)
         if bytes(self._mapped[:_NONCE_BYTES]) != offer.nonce:
-            raise OSError("it is another memory than the sender's.")
+            raise OSError("this memory is not that of the sender.")
 
     @classmethod
     def open(cls, offer: control_pb2.SharedMemory, connected: socket.socket) -> PeerMemory | None:
@@ -219,7 +219,7 @@ def _stays_here(connected: socket.socket) -> bool:
 def _checked_path(offer: control_pb2.SharedMemory) -> str:
     path = f"/proc/{offer.process}/fd/{offer.file}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise OSError(f"{path} is no memory for payloads.")
+        raise OSError(f"{path} is not a memory for payloads.")
     return path
 
 
@@ -228,4 +228,4 @@ def _check_file(file: int, offer: control_pb2.SharedMemory) -> None:
     status = os.fstat(file)
     is_fixed = stat.S_ISREG(status.st_mode) and fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     if not is_fixed or offer.num_bytes != status.st_size or offer.num_bytes < 2 * _ALIGNMENT:
-        raise OSError("it is no memory of the size that was told, or may shrink.")
+        raise OSError("the memory has another size than announced, or may shrink.")

@@ -20,7 +20,12 @@ from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloR
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
 from hop_tf.transport.lending import Lending
 from hop_tf.transport.peer import Peer
-from hop_tf.transport.strangers import GREETING_SECONDS, Stranger, Strangers, source_of
+from hop_tf.transport.unauthenticated_peers import (
+    GREETING_SECONDS,
+    UnauthenticatedPeer,
+    UnauthenticatedPeers,
+    source_of,
+)
 
 # Errors of `accept` that are temporary: a lack of resources, or an earlier error of the network.
 _PASSING_ERRORS = frozenset(
@@ -44,7 +49,7 @@ class TcpServer:
     Args:
       host: Address to serve on. The operating system chooses the port.
       executor: Runs a thread for every connection.
-      strangers: The connections that have not greeted yet.
+      unauthenticated: The connections that have not greeted yet.
       handshake: Judges greetings.
       dispatcher: Delivers messages.
       pool: Provides memory for payloads.
@@ -57,7 +62,7 @@ class TcpServer:
         host: str,
         *,
         executor: DaemonExecutor,
-        strangers: Strangers,
+        unauthenticated: UnauthenticatedPeers,
         handshake: Handshake,
         dispatcher: Dispatcher,
         pool: BufferPool,
@@ -68,7 +73,7 @@ class TcpServer:
         self._socket = socket.create_server((host, 0), family=family)
         self.port = self._socket.getsockname()[1]
         self._executor = executor
-        self._strangers = strangers
+        self._unauthenticated = unauthenticated
         self._handshake = handshake
         self._dispatcher = dispatcher
         self._pool = pool
@@ -126,25 +131,25 @@ class TcpServer:
         except OSError:  # The connection is broken already.
             accepted.close()
             return
-        if not self._strangers.expect():
+        if not self._unauthenticated.expect():
             connection.close()
             return
         if not self._executor.try_reserve():
-            self._strangers.expect_less()
+            self._unauthenticated.expect_less()
             connection.close()
             self._pause("the system allows no more threads")
             return
         name = f"{address[0]}:{address[1]}"
-        stranger = self._strangers.enter(source_of(name), connection.end)
+        caller = self._unauthenticated.enter(source_of(name), connection.end)
         with self._lock:
             self._connections.add(connection)
         if self._closed:
             connection.end()
-        self._executor.submit(self._serve, connection, stranger, name)
+        self._executor.submit(self._serve, connection, caller, name)
 
-    def _serve(self, connection: Connection, stranger: Stranger, address: str) -> None:
+    def _serve(self, connection: Connection, caller: UnauthenticatedPeer, address: str) -> None:
         try:
-            greeting = self._greet(connection, stranger)
+            greeting = self._greet(connection, caller)
             self._receive(connection, greeting)
         except HelloRefusedError as error:
             self._on_refused(address, error)
@@ -161,25 +166,25 @@ class TcpServer:
                 self._connections.discard(connection)
             connection.close()
 
-    def _greet(self, connection: Connection, stranger: Stranger) -> Greeting:
+    def _greet(self, connection: Connection, caller: UnauthenticatedPeer) -> Greeting:
         challenge, session = self._handshake.challenge()
         try:
             connection.set_timeout(GREETING_SECONDS)
             connection.write(encode(FrameKind.CHALLENGE, body=challenge))
             frame = connection.read_frame()
         except OSError as error:
-            if stranger.problem:
-                raise ProtocolError(stranger.problem) from error
+            if caller.problem:
+                raise ProtocolError(caller.problem) from error
             raise
         finally:
-            self._strangers.leave(stranger)
-        if stranger.problem:
-            raise ProtocolError(stranger.problem)
+            self._unauthenticated.leave(caller)
+        if caller.problem:
+            raise ProtocolError(caller.problem)
         if frame is None:
             raise ConnectionAbortedError("it was closed before a greeting")  # As by a rank that exits just then.
         if frame.kind != FrameKind.HELLO:
             raise ProtocolError("a connection must begin with HELLO.")
-        greeting = self._handshake.check_hello(frame.header, session, stranger.source, None)
+        greeting = self._handshake.check_hello(frame.header, session, caller.source, None)
         if greeting.lane == CONTROL_LANE:
             raise ProtocolError(f"{greeting.peer} opened the control lane on a socket.")
         return greeting

@@ -64,7 +64,7 @@ class TcpTransport(GrpcTransport):
             server = TcpServer(
                 host,
                 executor=self._executor,
-                strangers=self._strangers,
+                unauthenticated=self._unauthenticated,
                 handshake=self._handshake,
                 dispatcher=self._dispatcher,
                 pool=self._pool,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.group import Group
 from hop_tf.strategies.canary.exchange import CanaryExchange
 from hop_tf.strategies.canary.slots import SlotsBefore
@@ -27,7 +27,7 @@ class CanaryAlgorithm(Algorithm):
         super().__init__(group)
         self._drops = drops
         variables, values, order = group.variables, group.context.values(), self.exchange.order
-        self._changes = LateChanges([variables[index] for index in order], [values[index] for index in order])
+        self._changes = DeltaTracker([variables[index] for index in order], [values[index] for index in order])
         with tf.init_scope(), tf.device("/cpu:0"):
             self._start_step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hop_tf_start_step")
         self._slots: SlotsBefore | None = None  # Between `before_update` and `after_update`.

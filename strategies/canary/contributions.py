@@ -1,13 +1,13 @@
 """The layouts that a rank under Canary contributes to, and the messages that tell when a layout is complete.
 
-A rank contributes to one layout at a time: that of the ranks that take part. When these ranks change, it moves to the
-next layout and tells the others how often it contributed to the previous one. At its last step it tells the number for
-the present layout. A layout is settled when all ranks have told their numbers and all contributions have come. A rank
-that joins late may miss contributions that are in flight at that moment, until the next resync.
+A rank contributes to one layout at a time: the layout of the ranks that take part. When these ranks change, the rank
+moves to the next layout. It then announces its number of contributions to the previous layout. At its last step it
+announces the number for the present layout. A layout is settled when all ranks have announced their numbers and all
+contributions have arrived. A rank that joins late may miss contributions in flight, until the next resync.
 
-Only the roots of a layout can announce its end. A root may not know of the layout, if the ranks that contributed to it
-have died. So a rank that hears of a layout tells the layout's ranks. It does so even if it takes no part in the layout,
-or has heard of it only from another rank's state.
+Only the roots of a layout can announce its end. A root may not know the layout, if the ranks that contributed to it
+have died. So a rank that learns of a layout announces it to the layout's ranks. The rank does so even if it takes no
+part in the layout, or knows it only from another rank's state.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _LINGER = 8
 
 
 class Contributions:
-    """The contributions of one rank, and the numbers that the others have told of theirs.
+    """The contributions of one rank, and the numbers of contributions that the others have announced.
 
     Args:
       membership: The ranks that take part.
-      replica: The layouts, and the record of what was merged.
+      replica: The layouts, and the record of merged contributions.
       peers: The state of the other ranks.
       channel: Sends messages.
       threads: The threads that wait for contributions.
@@ -74,11 +74,11 @@ class Contributions:
     def reset(self) -> None:
         """Forgets the previous session."""
         self._num_lost_before, self._settled = self.num_lost, []
-        self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks that were told of them.
+        self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks to which they were announced.
         self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # The layouts and ranks at the last look.
         self.layout: Layout | None = None
         self._known_present: bytes | None = None
-        self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not told yet.
+        self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not announced yet.
         # By layout and colayer, until the layout is settled.
         self._sent: collections.defaultdict[bytes, list[int]] = collections.defaultdict(
             lambda: [0] * self._num_colayers
@@ -194,7 +194,10 @@ class Contributions:
         if header.kind is MessageKind.DONE and header.contributions:
             key = header.key
         if len(key) not in (0, len(header.key)) or len(header.contributions) != (self._num_colayers if key else 0):
-            raise ProtocolError(f"rank {message.sender} tells of {len(header.contributions)} colayers.")
+            raise ProtocolError(
+                f"rank {message.sender} announces contributions to {len(header.contributions)} colayers. Expected: "
+                f"{self._num_colayers}."
+            )
         rank = self._membership.rank
         # Nothing of other layouts comes here.
         if key and key[rank] == self._peers.key_of(rank) and not self._replica.is_freed(key):
@@ -221,7 +224,7 @@ class Contributions:
     def recheck(self) -> None:
         """Checks again which pieces are complete, after news of a rank or a layout.
 
-        Counts that ranks have told may concern a layout that was unknown here until now.
+        Announced numbers may belong to a layout that was unknown here until now.
         """
         with self._monitor:
             self._tell_of_layouts()
@@ -229,7 +232,7 @@ class Contributions:
             thread.recheck()
 
     def _tell_of_layouts(self) -> None:
-        """Tells the ranks of each layout that it exists, unless they were told. The monitor must be held."""
+        """Announces each layout to its ranks, once. The monitor must be held."""
         keys, present = dict.fromkeys(self._replica.known_keys()), self._peers.present_key()
         if (keys, present) == self._looked_at:
             return
@@ -250,8 +253,8 @@ class Contributions:
         layout, rank = self.layout, self._membership.rank
         if layout is None or not self._peers.are_all_in(layout) or self._replica.gaps:
             return set()
-        num_under_way = np.array(self._sent[layout.key])[layout.colayers] - layout.ledger.merged[:, rank]
-        late = [layout.pieces[index] for index in np.flatnonzero(num_under_way >= most)]
+        num_in_flight = np.array(self._sent[layout.key])[layout.colayers] - layout.ledger.merged[:, rank]
+        late = [layout.pieces[index] for index in np.flatnonzero(num_in_flight >= most)]
         return {each for piece in late if self._binds(layout, piece) for each in layout.path(piece, rank)}
 
     def _binds(self, layout: Layout, piece: Piece) -> bool:
@@ -262,14 +265,14 @@ class Contributions:
         return num_held == 0
 
     def unsettled_ranks(self) -> set[int]:
-        """The ranks by way of which more of a piece may come here, possibly this one. The monitor must be held."""
+        """The ranks that may still send something for a piece, possibly this one. The monitor must be held."""
         is_settled = self._peers.is_settled
         pieces = ((layout, piece) for layout in self._replica.layouts() for piece in layout.pieces)
         unsettled = ((layout, piece) for layout, piece in pieces if not is_settled(layout, piece))
         return {rank for layout, piece in unsettled for rank in self._sources(layout, piece)}
 
     def _sources(self, layout: Layout, piece: Piece) -> Sequence[int]:
-        """The ranks by way of which one piece comes: its path to the root, or at the root all that take part."""
+        """The ranks on the path of a piece to its root. At the root, all ranks that take part."""
         if piece.root == self._membership.rank:
             return [rank for rank in layout.ranks if self._peers.takes_part(layout, rank)]
         return layout.path(piece, self._membership.rank)
@@ -278,12 +281,12 @@ class Contributions:
         return all(self._peers.is_settled(layout, piece) for piece in layout.pieces)
 
     def _roots_of_gaps(self, layout: Layout) -> set[int]:
-        """The roots that have merged what this rank lacks of a layout, except roots that have left."""
+        """The roots that have merged messages of a layout that this rank lacks, except roots that have left."""
         pieces = self._replica.pieces_with_gaps()
         return self._peers.roots_that_take_part(each for each in pieces if each[0] is layout)
 
     def settle(self) -> None:
-        """Records that nothing more comes of any layout."""
+        """Records that no layout gets further contributions."""
         for layout in self._replica.layouts():
             self._settle(layout)
 
@@ -303,8 +306,8 @@ class Contributions:
 
 def _warn_of_gaps(rank: int, roots: Collection[int]) -> None:
     logging.warning(
-        "rank %d: while this rank was silent and others left, ranks %s added up steps that did not arrive here. Some "
-        "ranks lack these steps, because no rank has all of what the others have.",
+        "rank %d: while this rank was silent and others left, ranks %s summed steps that did not arrive here. Some "
+        "ranks lack these steps, because no rank has all of them.",
         rank,
         sorted(roots),
     )

@@ -13,7 +13,7 @@ from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
 from hop_tf.errors import HopError
 from hop_tf.membership import SessionQueue, Silence
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
 from hop_tf.strategies.canary.contributions import Contributions
@@ -67,8 +67,8 @@ class AsyncSettings:
 class CanaryExchange(Exchange, Joiner):
     """Sends contributions, and merges those of all ranks, without waiting for any rank's computation.
 
-    The segments of a step are its colayers. The weights come back as `merge_segment`, after the graph has handed out
-    the last colayer. Step `start_step` begins with `start_segment`, in which the graph hands out its weights. After the
+    The segments of a step are its colayers. The weights come back as `merge_segment`, after the graph has submitted
+    the last colayer. Step `start_step` begins with `start_segment`, in which the graph submits its weights. After the
     last step comes `finish_segment`.
 
     Args:
@@ -85,7 +85,7 @@ class CanaryExchange(Exchange, Joiner):
       start_step: The first step that this rank makes in the running session.
       num_left: int64 variable: the number of colayers that were sent in the latest step. They are the first ones; the
         others were dropped.
-      replica: The weights and the record of what was merged into them.
+      replica: The weights and the record of merged contributions.
     """
 
     def __init__(
@@ -192,30 +192,30 @@ class CanaryExchange(Exchange, Joiner):
         """Step 4: sketches colayers on the device that computes them. Codecs without an op encode piece by piece."""
         return self.replica.encoding.emit_encode(segment, buckets) if segment < len(self.members) else buckets
 
-    def step(self, outgoing: Outgoing) -> Incoming | None:
-        k, segment = outgoing.step, outgoing.segment
+    def step(self, request: Request) -> Result | None:
+        k, segment = request.step, request.segment
         if segment == self.finish_segment:
-            return Incoming(k, segment, self._finish(k, outgoing.buckets))
+            return Result(k, segment, self._finish(k, request.buckets))
         if segment == self.start_segment:
-            self._start(outgoing.buckets)
+            self._start(request.buckets)
             return None
         if segment == 0:
             self._enter(k)
-        self._send_colayer(k, segment, outgoing.buckets)
+        self._send_colayer(k, segment, request.buckets)
         return self._end_iteration(k) if segment == self._last_colayer else None
 
-    def no_op(self, outgoing: Outgoing) -> Incoming | None:
-        if outgoing.segment == self.start_segment:
-            self.replica.begin(outgoing.buckets)
+    def no_op(self, request: Request) -> Result | None:
+        if request.segment == self.start_segment:
+            self.replica.begin(request.buckets)
         segment_back = {self._last_colayer: self.merge_segment, self.finish_segment: self.finish_segment}
-        if outgoing.segment not in segment_back:
+        if request.segment not in segment_back:
             return None
-        return Incoming(outgoing.step, segment_back[outgoing.segment], self.replica.read())
+        return Result(request.step, segment_back[request.segment], self.replica.read())
 
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)
         if self._has_joined:
-            self.replica.is_complete = False  # It lacks what the others have merged since they gave these weights.
+            self.replica.is_complete = False  # It lacks the messages that the others have merged since.
             k = self.start_step
             self._contributions.move(k)
             self._pull(k)
@@ -282,7 +282,7 @@ class CanaryExchange(Exchange, Joiner):
         header = self._channel.header(MessageKind.UP, layout.key, piece.index, contributions=contributions)
         self._channel.send(piece.parent, header, [data], piece.parent_level)
 
-    def _end_iteration(self, k: int) -> Incoming:
+    def _end_iteration(self, k: int) -> Result:
         """Steps 5 and 6: returns the present weights, and the number of iterations to skip."""
         if self._is_dropping or self.replica.gaps:
             self._pull(k)
@@ -292,7 +292,7 @@ class CanaryExchange(Exchange, Joiner):
         with self.replica.lock:
             target = max(k + 1, self.replica.gei.newest)
             self.replica.gei.start(target)
-        return Incoming(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
+        return Result(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
 
     def _pull(self, k: int, *, waits_for_silent: bool = False) -> None:
         """Takes the state of a faster rank, and with it the layouts that the other rank knows."""
@@ -323,8 +323,8 @@ class CanaryExchange(Exchange, Joiner):
                 return
             self._membership.wait_until(lambda: not self.replica.gaps, _PULL_PAUSE_SECONDS)
         raise HopError(
-            f"rank {self._membership.rank}: steps that ranks {sorted(roots)} have summed up did not arrive here, and "
-            "the states of these ranks cannot be taken, as each of them lacks other steps."
+            f"rank {self._membership.rank}: steps that ranks {sorted(roots)} have summed did not arrive here. This "
+            "rank cannot copy the state of one of these ranks, because each of them lacks other steps."
         )
 
     def _finish(self, k: int, changes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -374,7 +374,7 @@ class CanaryExchange(Exchange, Joiner):
     def admit(self, rank: int, step: int) -> int:
         self._peers.begin_incarnation(rank)
         self._contributions.admit(rank)
-        if self._membership.rank in self._peers.done:  # This rank told of its end before the new one joined.
+        if self._membership.rank in self._peers.done:  # This rank announced its end before the new one joined.
             self._threads[0].put(functools.partial(self._contributions.tell_newcomer_of_end, rank))
         return self._iteration
 
@@ -463,7 +463,7 @@ class CanaryExchange(Exchange, Joiner):
         }
 
     def gauges(self) -> Mapping[str, float]:
-        """The progress of this rank, and what it keeps.
+        """The progress of this rank, and the sizes of its state.
 
         Returns:
           `staleness`: the iterations by which the present one is behind; `proportion`: the colayers of the present

@@ -16,7 +16,7 @@ from hop_tf.strategies.canary.pieces import PieceThread
 
 
 class FlowControl:
-    """The waiting of one rank. Each method blocks until its condition is met, and raises what `Membership.wait` does.
+    """The waiting of one rank. Each method blocks until its condition is met. Errors are those of `Membership.wait`.
 
     Args:
       membership: Waits for ranks.
@@ -56,13 +56,13 @@ class FlowControl:
         """Waits until fewer than `window` own iterations are in flight. Waits for communication only."""
         with self._monitor:
             self.num_window_waits += bool(self._late_ranks())
-        self._silence.wait(self._late_ranks, operation="receive what was merged", step=k)
+        self._silence.wait(self._late_ranks, operation="receive the counts of merged steps", step=k)
 
     def wait_for_room(self, k: int) -> None:
         """Waits while any rank has received more than it may keep. The threads that merge wait for no computation."""
         with self._monitor:
             self.num_waits += bool(self._without_room()) or not self._has_room()
-        self._silence.wait(self._without_room, operation="have merged what it has received", step=k)
+        self._silence.wait(self._without_room, operation="merge the steps that it has received", step=k)
         self._wait_for_own_threads(self._has_room)
 
     def wait_to_send(self, k: int) -> None:
@@ -72,7 +72,7 @@ class FlowControl:
             self._silence.look_again()
             return self._held.silent_ranks()
 
-        self._membership.wait(silent_ranks, operation="send what was kept back", step=k)
+        self._membership.wait(silent_ranks, operation="send the messages that it has kept back", step=k)
 
     def wait_for_others(self, k: int) -> None:
         """Waits until all have made their last step, and all that was sent is merged."""

@@ -63,8 +63,8 @@ def check_min_colayers(min_colayers: int | None, num_colayers: int) -> None:
     check_integer("min_colayers", min_colayers, at_least=0)
     if min_colayers > num_colayers:
         raise ValueError(
-            f"`min_colayers` must be at most `num_colayers`: no more can leave. Received: min_colayers={min_colayers}, "
-            f"num_colayers={num_colayers}."
+            "`min_colayers` must be at most `num_colayers`: a step sends no more. Received: "
+            f"min_colayers={min_colayers}, num_colayers={num_colayers}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Layouts, which cut Canary's colayers into pieces, and ledgers of what was merged of each piece."""
+"""Layouts, which cut Canary's colayers into pieces, and ledgers of the merged messages of each piece."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Layout:
       colayers: int array: z of each piece.
       by_colayer: The pieces of each colayer. Pieces of the next roots come first, so that ranks do not all send to the
         same root at once.
-      ledger: The record of what was merged of each piece on this rank. See `Ledger`.
+      ledger: The record of merged messages of each piece on this rank. See `Ledger`.
       ended: The indices of pieces of which nothing more comes from the root. Guarded by the rank's monitor.
     """
 
@@ -118,11 +118,11 @@ class Layout:
 
 
 class Ledger:
-    """The record of what was merged of each piece of a layout.
+    """The record of merged messages of each piece of a layout.
 
     Roots number the messages that they send out. A message is merged only if its number is new, so each contribution
     counts once. Two replicas that have merged the first s messages of a root have merged the same contributions. So the
-    ledger tells what is in the weights, and which of two replicas knows more.
+    ledger identifies the content of the weights, and which of two replicas is ahead.
 
     Attributes:
       table: int64 array [pieces, 2 + n]: of each piece the number of messages merged, the number of resyncs (see
@@ -176,10 +176,10 @@ class Ledger:
     def check(self, other: np.ndarray) -> None:
         """Raises ProtocolError if another table has other pieces or ranks."""
         if other.shape != self.table.shape:
-            raise ProtocolError(f"a ledger of {len(other)} pieces came where {len(self.table)} were expected.")
+            raise ProtocolError(f"expected a ledger of {len(self.table)} pieces. Received: {len(other)} pieces.")
 
     def is_ahead(self, other: np.ndarray) -> np.ndarray:
-        """For each piece True if this table tells of more messages, or as many and more resyncs."""
+        """For each piece, True if this table has more messages, or as many messages and more resyncs."""
         is_equal = self.sequences == other[:, self._SEQUENCE]
         return (self.sequences > other[:, self._SEQUENCE]) | (is_equal & (self.resyncs > other[:, self._RESYNCS]))
 

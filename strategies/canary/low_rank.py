@@ -8,9 +8,9 @@ One step of subspace iteration finds them, and begins with the result of the pre
     Q   = mean of M_i^T P
     E_i = M_i - P (M_i^T P - e_i)^T        the loss, which is added in the next step
 
-Both means are all-reduces of factors, which the codec shortens further. e_i is what the codec has lost of Q on rank i.
+Both means are all-reduces of factors, which the codec shortens further. e_i is the loss of the codec in Q on rank i.
 It becomes a part of E_i, because the next step has another P. The loss in P needs no memory, because any columns will
-do. The paper factorizes by singular values, which costs more than the step it saves, and loses what is left out. Ranks
+do. The paper factorizes by singular values. That costs more than the step it saves, and loses the smaller values. Ranks
 find the factors together, so training is synchronous.
 
 References:
@@ -124,22 +124,22 @@ class LowRankMean:
         return result
 
     def begin_at(self, step: int) -> None:
-        """Does what `AllReduce.begin_at` does."""
+        """See `AllReduce.begin_at`."""
         for reduction in self._reductions:
             reduction.begin_at(step)
 
     def common_state(self) -> Sequence[np.ndarray]:
-        """Returns what `AllReduce.common_state` does: here the factors Q from which the next step begins."""
+        """See `AllReduce.common_state`. The state is the factors Q from which the next step begins."""
         return self._basis
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """Does what `AllReduce.take_common_state` does."""
+        """See `AllReduce.take_common_state`."""
         self._basis = [
             payloads.view(part.copy(), np.float32, basis.shape) for part, basis in zip(parts, self._basis, strict=True)
         ]
 
     def settle(self, deadline: float) -> None:
-        """Does what `AllReduce.settle` does."""
+        """See `AllReduce.settle`."""
         for reduction in self._reductions:
             reduction.settle(deadline)
 

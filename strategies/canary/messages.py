@@ -113,7 +113,7 @@ class Header(NamedTuple):
             raise ProtocolError(f"rank {message.sender} sent a malformed message to {message.queue!r}.")
         kind, contributions = _KINDS[kind], tuple(_CONTRIBUTION.iter_unpack(header[start:]))
         if kind not in COUNTING and any(rank >= world_size for rank, _ in contributions):
-            raise ProtocolError(f"rank {message.sender} sent contributions of ranks that there are not.")
+            raise ProtocolError(f"rank {message.sender} sent contributions of unknown ranks.")
         return cls(kind, header[_HEAD.size : start], newest, piece, sequence, contributions)
 
 

@@ -1,6 +1,6 @@
 """`PieceThread`: sums contributions up on their way to the roots, and spreads the sums. One for each network level.
 
-No rank waits for a computation. A rank that others send to forwards what has come for a piece
+No rank waits for a computation. A rank that receives contributions to a piece forwards their sum
 
     as soon as all regular senders have sent: those in each of its last two sums, itself included;
     or when a rank sends again, before its previous contribution was forwarded;
@@ -230,7 +230,7 @@ class PieceThread:
             return work
 
     def _is_to_tell(self) -> bool:
-        """True if the others must be told to wait, or that there is room again."""
+        """True if the others must hear that they have to wait, or that there is room again."""
         most = self._max_bytes // 2 if self._is_full else self._max_bytes
         return (self.num_bytes > most) != self._is_full
 
@@ -420,5 +420,5 @@ def checked_piece(layout: Layout, header: Header, sender: int) -> Piece:
     if sender not in expected:
         raise ProtocolError(f"rank {sender} sent {header.kind.name} of a piece that it has no part in.")
     if any(rank not in layout.ranks or iteration < 0 for rank, iteration in header.contributions):
-        raise ProtocolError(f"rank {sender} sent contributions of no such ranks: {header.contributions}.")
+        raise ProtocolError(f"rank {sender} sent contributions of unknown ranks: {header.contributions}.")
     return piece

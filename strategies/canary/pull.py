@@ -100,7 +100,7 @@ class Pulling:
         self.num_rejected += 1
 
     def roots_of_gaps(self) -> set[int]:
-        """The roots that have merged what this rank lacks, except roots that have left."""
+        """The roots that have merged messages that this rank lacks, except roots that have left."""
         return self._peers.roots_that_take_part(self._replica.pieces_with_gaps())
 
     def _source(self, except_for: Collection[int]) -> int | None:

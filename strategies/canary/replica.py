@@ -1,9 +1,9 @@
-"""The weights of one rank under Canary, and the record of what was merged into them.
+"""The weights of one rank under Canary, and the record of merged contributions.
 
     weights of the graph  =  merged weights  +  own contributions in flight, at their full size
 
-See `hop_tf.runtime.averaging`. The ledgers tell which contributions are in flight, because those of a rank to a piece
-are merged in order.
+See `hop_tf.runtime.deltas`. The contributions of a rank to a piece are merged in order. So the ledgers show which ones
+are in flight.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Replica:
         with self.lock:
             if key not in self._layouts:
                 if not key[self.rank] % 2 or self.is_freed(key):
-                    raise ProtocolError(f"rank {self.rank} takes no part, or no more, in the layout {key.hex()}.")
+                    raise ProtocolError(f"rank {self.rank} is not a part of the layout, or no longer: {key.hex()}.")
                 encoding = self.encoding
                 layout = Layout(key, self._network, self.rank, encoding.sizes, encoding.granularity)
                 self._layouts = {**self._layouts, key: layout}
@@ -167,7 +167,7 @@ class Replica:
         return [*self._layouts, *self._past]
 
     def free(self, layout: Layout) -> None:
-        """Frees a layout. Only what already waits to be merged is still taken. The ledger is kept: see `adopt`."""
+        """Frees a layout. Only messages that already wait are still merged. The ledger is kept: see `adopt`."""
         with self.lock:
             # First, so that at any moment the layout is known or freed.
             self._past = {**self._past, layout.key: layout.ledger}
@@ -278,11 +278,11 @@ class Replica:
             return join([*map(np.concatenate, (tables, index, snapshots)), *self.merged()])
 
     def adopt(self, payload: np.ndarray, giver: int, incarnations: bytes, *, may_drop: bool = False) -> bool:
-        """Takes another replica's state, unless something that was merged here was not merged there.
+        """Takes another replica's state, unless that replica lacks a message that is merged here.
 
-        The weights hold what was merged of all layouts, including past layouts and those of other ranks. So all ledgers
-        are compared and taken. Ledgers of layouts that this rank takes no part in are kept for ranks that will take its
-        state.
+        The weights hold the merged messages of all layouts, including past layouts and those of other ranks. So all
+        ledgers are compared and taken. This rank also keeps ledgers of layouts that it takes no part in, for ranks that
+        will take its state.
 
         In a past layout, two replicas may differ for ever: a root died between sending to one rank and the next, or
         sent a message before the other rank had joined. To drop such a message is better than never to take the state.
@@ -304,13 +304,13 @@ class Replica:
           ProtocolError: If the state is of other weights or pieces.
         """
         if len(parts := split(payload)) < 3:
-            raise ProtocolError(f"a state of {len(parts)} parts came.")
+            raise ProtocolError(f"expected a state of at least 3 parts. Received: {len(parts)} parts.")
         tables, freed = split_tables(parts[0], self._world_size, Ledger.num_columns(self._world_size))
         index, weights = split_index(parts[1], self._world_size, len(self.encoding.sizes)), parts[3:]
         snapshots = split_snapshots(parts[2], self._world_size)
         with self.lock:
             if [values.nbytes for values in weights] != [values.nbytes for values in self.weights]:
-                raise ProtocolError(f"a state of {payload.nbytes} bytes came, of other weights than those here.")
+                raise ProtocolError(f"received the state of other weights than this rank's, in {payload.nbytes} bytes.")
             for key in tables:
                 if key[self.rank] == incarnations[self.rank] and not self.is_freed(key):
                     self.layout(key)
@@ -385,5 +385,5 @@ class Replica:
         pieces = self.layout(where[0]).pieces
         piece = pieces[where[1]] if 0 <= where[1] < len(pieces) else None
         if piece is None or data.nbytes != self.slice_of(piece).nbytes:
-            raise ProtocolError(f"a state came with {data.nbytes} bytes of piece {where[1]} of {len(pieces)}.")
+            raise ProtocolError(f"received a state with {data.nbytes} bytes of piece {where[1]} of {len(pieces)}.")
         return data.view(self.encoding.dtype_of(piece)).copy()

@@ -118,7 +118,10 @@ class Resync:
         else:
             values = payload.view(self._replica.encoding.dtype_of(piece))
             if values.size and values.size != piece.where.stop - piece.where.start:
-                raise ProtocolError(f"rank {sender} sent {values.size} values of a piece that has others.")
+                raise ProtocolError(
+                    f"rank {sender} sent {values.size} values of a piece. Expected: "
+                    f"{piece.where.stop - piece.where.start} values."
+                )
             if header.kind is MessageKind.SNAPSHOT:
                 self._collect(layout, piece, sender, header.kind, values)
             else:

@@ -120,7 +120,7 @@ class CanarySession:
 
     def __enter__(self) -> CanarySession:
         if self._is_running or self._membership.has_left:
-            raise HopError(f"rank {self.rank}: a session that was entered is not entered again. Make another one.")
+            raise HopError(f"rank {self.rank}: a session can be entered only once. Create another session.")
         try:
             self._membership.begin_session()
             self._compare_settings()
@@ -143,7 +143,7 @@ class CanarySession:
         mine = np.frombuffer(self._settings.encode(), np.uint8)
         ranks = self._ranks_of(None)
         others = [rank for rank in ranks if rank != self.rank]
-        received = self._exchange(ranks, dict.fromkeys(others, mine), BULK_LANE, "hear of the session's settings")
+        received = self._exchange(ranks, dict.fromkeys(others, mine), BULK_LANE, "receive the session's settings")
         for rank, data in received.items():
             if (theirs := data.tobytes().decode(errors="replace")) != self._settings:
                 raise MismatchError(
@@ -168,14 +168,14 @@ class CanarySession:
     def _check_is_running(self, ranks: Sequence[int]) -> None:
         """Raises HopError if the session was not entered here, or has ended here or on one of these ranks."""
         if not self._is_running:
-            raise HopError(
-                f"rank {self.rank}: collectives of a session are called between its begin and end, in `with`."
-            )
+            raise HopError(f"rank {self.rank}: call collectives of a session within its `with` statement.")
         self._membership.check()  # Raises the reason if a rank has given up.
         with self._membership.monitor:
             ended = sorted(self._membership.departed() & set(ranks))
         if ended:
-            raise PeerLostError(f"rank {self.rank}: ranks {ended} have ended the session, and call nothing more.")
+            raise PeerLostError(
+                f"rank {self.rank}: ranks {ended} have ended the session, and take part in no further collectives."
+            )
 
     def _announce(self, ranks: Sequence[int], call: str) -> None:
         """Tells the others which call this rank is about to make."""
@@ -202,8 +202,8 @@ class CanarySession:
                 return
         self._membership.fail(
             MismatchError(
-                f"rank {self.rank}: rank {rank} has called {other}, where this rank has called {own}. "
-                "Two ranks must call those collectives that both take part in in the same order."
+                f"rank {self.rank}: rank {rank} has called {other}, but this rank has called {own}. Two ranks must "
+                "call their common collectives in the same order."
             )
         )
 
@@ -213,7 +213,7 @@ class CanarySession:
         Values may arrive before the call that they belong to. If the other rank has made another call, they are wrong.
         """
         self._membership.wait(
-            lambda: [rank for rank in ranks if self._own_calls[rank]], operation="hear what the others call"
+            lambda: [rank for rank in ranks if self._own_calls[rank]], operation="receive the calls of the others"
         )
 
     # BCube driver.
@@ -256,7 +256,7 @@ class CanarySession:
         received = self._exchange(ranks, to_others, lane, "gather pieces")
         self._wait_compared(ranks)
         if any(values.nbytes != own.nbytes for values in received.values()):
-            raise ProtocolError(f"rank {self.rank}: pieces of another size came than those of this rank.")
+            raise ProtocolError(f"rank {self.rank}: received pieces that differ in size from this rank's pieces.")
         return np.sum([received[rank].view(own.dtype) if rank in received else own for rank in ranks], axis=0)
 
     def all_reduce(
@@ -299,8 +299,8 @@ class CanarySession:
             check_integer("colayer", colayer, at_least=0, at_most=self._num_colayers - 1)
         if cube is not None and piece_level is not None:
             raise ValueError(
-                "`cube` and `piece_level` both say which ranks take part: give one of them. "
-                f"Received: cube={cube!r}, piece_level={piece_level!r}."
+                "`cube` and `piece_level` both say which ranks take part: give only one of them. Received: "
+                f"cube={cube!r}, piece_level={piece_level!r}."
             )
         ranks, algorithm, lane = self._ranks_of(cube), str(self._network), None
         if cube is not None:
@@ -356,7 +356,7 @@ class CanarySession:
 
     def _bcube(self) -> BCube:
         if not isinstance(self._network, BCube):
-            raise ValueError(f"`algorithm` must be a BCube, where there are to be levels. Received: {self._network}.")
+            raise ValueError(f"`algorithm` must be a BCube: other networks have no levels. Received: {self._network}.")
         return self._network
 
     def _on_gather(self, message: Message) -> None:
@@ -435,6 +435,6 @@ def _check_floating(tensor: np.ndarray) -> None:
         codecs.Identity(dtype=tensor.dtype)
     except (TypeError, ValueError) as error:  # TypeError: there is no such type in TensorFlow.
         raise ValueError(
-            "`tensor` must have floating-point values, for a mean of others has another type: convert them, as by "
-            f"`tensor.astype(np.float32)`. Received: values of type {tensor.dtype.name}."
+            "`tensor` must have floating-point values, because means of integers are no integers. Convert it, for "
+            f"example by `tensor.astype(np.float32)`. Received: values of type {tensor.dtype.name}."
         ) from error

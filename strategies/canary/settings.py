@@ -74,8 +74,9 @@ class CanarySettings:
         selects = isinstance(self.codec, codecs.TopK)
         if selects and not (self.codec.error_feedback and self.is_synchronous):
             raise ValueError(
-                "`codec` must send something for every value, unless consistency='bsp' and error_feedback=True: what "
-                f"is not selected would be lost. Received: codec={self.codec!r}, consistency={self.consistency!r}."
+                "`codec` must send something for every value, unless consistency='bsp' and error_feedback=True. "
+                f"Otherwise values that are not selected would be lost. Received: codec={self.codec!r}, "
+                f"consistency={self.consistency!r}."
             )
 
     def check_cluster(self, world_size: int, options: CommunicationOptions) -> None:

@@ -26,12 +26,12 @@ def split_tables(payload: np.ndarray, world_size: int, num_columns: int) -> tupl
       ProtocolError: If the payload does not have such parts.
     """
     if len(parts := split(payload)) < 2:
-        raise ProtocolError(f"ledgers came in {len(parts)} parts.")
+        raise ProtocolError(f"received ledgers in {len(parts)} parts.")
     keys, are_freed, *tables = parts
     if keys.nbytes != world_size * len(tables) or are_freed.nbytes != len(tables):
-        raise ProtocolError(f"a state came with {keys.nbytes} bytes of keys for {len(tables)} ledgers.")
+        raise ProtocolError(f"received a state with {keys.nbytes} bytes of keys for {len(tables)} ledgers.")
     if any(table.nbytes % (8 * num_columns) for table in tables):
-        raise ProtocolError(f"a state came with ledgers of other than {num_columns} columns.")
+        raise ProtocolError(f"received a state with ledgers that do not have {num_columns} columns.")
     reshaped = [table.view(np.int64).reshape(-1, num_columns) for table in tables]
     keys = _divide(keys, world_size)
     return dict(zip(keys, reshaped, strict=True)), set(itertools.compress(keys, are_freed))
@@ -57,12 +57,14 @@ def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> GEIR
             completed.view(np.int64),
         )
     except ValueError as error:
-        raise ProtocolError(f"a gradient exchange index came that is none: {error}") from error
+        raise ProtocolError(f"received a malformed gradient exchange index: {error}") from error
     _, ranks, colayers, _ = index.parts.T
     if len(index.iterations) != len(index.bits) or index.completed.size != world_size:
-        raise ProtocolError(f"a gradient exchange index of {index.completed.size} ranks came, not {world_size}.")
+        raise ProtocolError(
+            f"received a gradient exchange index of {index.completed.size} ranks. Expected: {world_size} ranks."
+        )
     if np.any((ranks < 0) | (ranks >= world_size) | (colayers < 0) | (colayers >= num_colayers)):
-        raise ProtocolError("a gradient exchange index came with pieces of no such ranks or colayers.")
+        raise ProtocolError("received a gradient exchange index with pieces of unknown ranks or colayers.")
     return index
 
 
@@ -79,10 +81,10 @@ def split_snapshots(payload: np.ndarray, world_size: int) -> dict[tuple[bytes, i
       ProtocolError: If the numbers of keys, pieces and values differ.
     """
     if len(parts := split(payload)) < 2:
-        raise ProtocolError(f"snapshots came in {len(parts)} parts.")
+        raise ProtocolError(f"received snapshots in {len(parts)} parts.")
     keys, numbers, *values = parts
     if keys.nbytes != world_size * len(values) or numbers.nbytes != 8 * len(values):
-        raise ProtocolError(f"{len(values)} snapshots came with {keys.nbytes} bytes of keys.")
+        raise ProtocolError(f"received {len(values)} snapshots with {keys.nbytes} bytes of keys.")
     return dict(zip(zip(_divide(keys, world_size), numbers.view(np.int64).tolist(), strict=True), values, strict=True))
 
 

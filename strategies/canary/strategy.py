@@ -18,7 +18,7 @@ only by messages in flight. With SGD, with or without momentum, the result is th
 
 The paper also leaves open what a worker computes with while its own step is in flight. Here its own step stands in for
 the mean: the worker computes with the merged weights plus its own steps that are not merged yet. These count at their
-full size, over 1 and not n (`hop_tf.runtime.averaging`). With the merged weights alone, every step would come an
+full size, over 1 and not n (`hop_tf.runtime.deltas`). With the merged weights alone, every step would come an
 iteration or two late. That costs 10 to 20 points of accuracy with a momentum of 0.9.
 
 Merging goes on all the time, on threads of its own: see `hop_tf.strategies.canary.exchange`. Synchronous training (BSP)
@@ -52,7 +52,7 @@ from hop_tf.strategies.canary.settings import CanarySettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
 from hop_tf.tensors.packing import Packing, TensorSpec
 
-_SKIPS = "CanaryStrategy, unless consistency='bsp', passes over the batches that a slow rank has missed."
+_SKIPS = "CanaryStrategy skips the batches that a slow rank has missed, unless consistency='bsp'."
 
 
 class CanaryStrategy(ExchangeStrategy):
@@ -264,8 +264,8 @@ class CanaryStrategy(ExchangeStrategy):
         for variable in context.trained:
             if variable.dtype not in (tf.float32, tf.float64):
                 raise ValueError(
-                    "variables that are trained must be float32 or float64 unless consistency='bsp': the rounding of "
-                    f"smaller ones lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
+                    "trained variables must be float32 or float64 unless consistency='bsp': rounding in smaller types "
+                    f"lets ranks drift apart. Received: {variable.name} of {variable.dtype}."
                 )
         shares = self.training.shares
         arguments = {} if shares is None else {"part_of": shares.part_of}

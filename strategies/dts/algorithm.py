@@ -16,7 +16,7 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.meeting import Meeting
-from hop_tf.runtime.outer import OuterSteps
+from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.dts.exchange import DTSExchange
 from hop_tf.strategies.dts.lengths import StepLengths
@@ -45,7 +45,7 @@ class WindowRows:
 
 
 class DTSAlgorithm(Algorithm):
-    """Makes steps of the rank's own optimizer, hands out windows of changes, and merges their means D steps later.
+    """Makes steps of the rank's own optimizer, submits windows of changes, and merges their means D steps later.
 
     Args:
       group: The group, whose exchange is a `DTSExchange`.
@@ -65,8 +65,8 @@ class DTSAlgorithm(Algorithm):
         super().__init__(group)
         self._settings = self.exchange.settings
         self._shares, self._outer_optimizer, self._broadcast = shares, outer_optimizer, broadcast
-        self._first_iteration = 0  # The training steps that the optimizer had seen when the running `fit` began.
-        # In variables of 16 bits, weights would be rounded wherever they approach: they stay apart.
+        self._first_iteration = 0  # The optimizer's count of steps at the begin of the running `fit`.
+        # Variables of 16 bits round small moves away. So such weights would never approach their targets.
         self._may_merge_gently = self._settings.may_merge_gently and all(v.dtype.size >= 4 for v in group.trained)
         self._outer = self._make_outer()
         self._lengths = self._make_lengths()
@@ -92,8 +92,8 @@ class DTSAlgorithm(Algorithm):
         lengthens = self._settings.may_lengthen and makes_steps_only and world_size > 1
         return StepLengths(self._settings.num_slots, world_size) if lengthens else None
 
-    def _make_outer(self) -> OuterSteps:
-        return OuterSteps(
+    def _make_outer(self) -> OuterOptimizer:
+        return OuterOptimizer(
             self.group.variables,
             self.group.context.values(),
             num_trained=self.group.num_trained,
@@ -122,7 +122,7 @@ class DTSAlgorithm(Algorithm):
         if self._shares is not None:
             self._rows.add(self._shares.rows)
 
-        when(has_ended, lambda: self._hand_out(ended))
+        when(has_ended, lambda: self._submit(ended))
         when(is_due, lambda: self._merge_due(schedule, num_steps, due))
         if self._settings.warmup_steps and self._may_merge_gently:
             with tf.device("/cpu:0"):
@@ -134,7 +134,7 @@ class DTSAlgorithm(Algorithm):
     def end_step(self) -> None:
         self._meeting.meet_if_due(self._settle)
 
-    def _hand_out(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
+    def _submit(self, window: tf.Tensor, *, counts: bool = True, everything: bool = False) -> None:
         selection = None if everything else self._settings.selection
         choose = functools.partial(largest, selection, window) if selection else None
         assigned = None
@@ -146,7 +146,7 @@ class DTSAlgorithm(Algorithm):
             self._outer.multiply(self._lengths.factor(assigned))
         changes, weight = self._outer.take(choose, assigned), tf.constant([float(counts)])
         if self._lengths is not None:
-            self._lengths.hand_out(window, changes[: self.group.num_trained], assigned)
+            self._lengths.submit(window, changes[: self.group.num_trained], assigned)
         if self._shares is not None and counts:
             rows = self._rows.take()
             changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
@@ -157,7 +157,7 @@ class DTSAlgorithm(Algorithm):
     def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
         """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.
 
-        Before another schedule begins, all windows in flight are merged. The mean of the last one tells the schedule.
+        Before another schedule begins, all windows in flight are merged. The mean of the last one has the schedule.
         """
         with tf.device("/cpu:0"):
             num_newer = schedule.num_newer
@@ -183,10 +183,10 @@ class DTSAlgorithm(Algorithm):
         when(changes, begin)
 
     def _give(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
-        """Emits the operations that give variables their part of the means of a window that was merged.
+        """Emits the operations that move the variables after a window is merged.
 
         Args:
-          means: As `OuterSteps.merge` has returned them.
+          means: As `OuterOptimizer.merge` has returned them.
           schedule: The schedule.
           num_newer: The number of windows that have ended after it.
         """
@@ -231,10 +231,10 @@ class DTSAlgorithm(Algorithm):
         return means, width
 
     def _pass_window(self, num_steps: int | tf.Tensor) -> None:
-        """Emits the operations by which what is merged moves on in a window, before its mean is added."""
+        """Emits the operations that advance the merged values by a window, before its mean is added."""
 
     def _correct_velocities(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
-        """Emits the operations that add to velocities what a mean changes in the steps of a window, D steps later."""
+        """Emits the operations that add the changes by a mean to the velocities. See `hop_tf.runtime.velocities`."""
 
         def factor_of(momentum: float) -> tf.Tensor:
             with tf.device("/cpu:0"):
@@ -244,19 +244,19 @@ class DTSAlgorithm(Algorithm):
         add_to_velocities(self.group, self._outer.apart(means, num_newer), factor_of)
 
     def _approach(self, num_steps: tf.Tensor) -> None:
-        """Emits the operations that, at the end of a window, move weights towards what is merged."""
+        """Emits the operations that move weights towards the merged values at the end of a window."""
         with tf.device("/cpu:0"):
             schedule = self.schedule_at(num_steps)  # It may have begun with this step.
             gently = self._merges_gently(schedule)
             if gently is False:
                 return
             ends = schedule.ended(num_steps)[0] & (num_steps > schedule.first_step) & gently
-            num_under_way = self._num_gently(schedule.num_ended(num_steps) - _num_merged(schedule, num_steps))
+            num_in_flight = self._num_gently(schedule.num_ended(num_steps) - _num_merged(schedule, num_steps))
         follows_take = self._settings.selection is None
-        when(ends, lambda: self._outer.approach(num_under_way, schedule.interval, follows_take))
+        when(ends, lambda: self._outer.approach(num_in_flight, schedule.interval, follows_take))
 
     def _num_gently(self, number: int | tf.Tensor) -> int | tf.Tensor:
-        """A number of windows, at least 1, under gentle merging. If there is at most one, that is 1, and no tensor."""
+        """A number of windows, at least 1, under gentle merging. It is the int 1 if there is at most one window."""
         return 1 if self._settings.num_slots == 2 else number
 
     def _merges_gently(self, schedule: Schedule) -> bool | tf.Tensor:
@@ -291,17 +291,17 @@ class DTSAlgorithm(Algorithm):
         self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
         schedule = self.known_schedule(num_steps + 1)
         if self._merges_gently(schedule):
-            num_under_way = len(schedule.under_way(num_steps))
-            self._outer.note_assigned(are_assigned, num_under_way)
+            num_in_flight = len(schedule.in_flight(num_steps))
+            self._outer.note_assigned(are_assigned, num_in_flight)
 
     def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             now = self.group.read_step()
             schedule = self.schedule_at(now + 1)
-            num_under_way = schedule.num_ended(now) - _num_merged(schedule, now)
+            num_in_flight = schedule.num_ended(now) - _num_merged(schedule, now)
             of_variables = tf.unstack(are_assigned, self.group.num_trained)
         self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
-        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(of_variables, num_under_way))
+        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(of_variables, num_in_flight))
         return tf.constant(True)
 
     # The schedule.
@@ -368,15 +368,15 @@ class DTSAlgorithm(Algorithm):
         if not num_steps and num_batches == self._first_iteration:
             return  # The group has not trained. Others may have dropped it.
         schedule = self.known_schedule(num_steps)
-        under_way = schedule.under_way(num_steps)
+        in_flight = schedule.in_flight(num_steps)
         # There is a last window even without further steps, because callbacks, and batches without an update, change
         # variables. It does not count then, because ranks that go on may have a whole window.
         self.exchange.end_windows()
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
-        self._hand_out(tf.constant(under_way.stop, tf.int64), counts=counts, everything=True)
-        for window in under_way:
+        self._submit(tf.constant(in_flight.stop, tf.int64), counts=counts, everything=True)
+        for window in in_flight:
             self._merge(tf.constant(window, tf.int64), schedule)
-        last = under_way.stop
+        last = in_flight.stop
         self._merge(tf.constant(last, tf.int64), schedule, num_steps - schedule.begin_of(last))
         self._outer.settle()
         group.constrain()
@@ -400,8 +400,8 @@ class DTSAlgorithm(Algorithm):
         further, outer = [other for other in others if other is not self], self._outer.optimizer
         if outer is not None and further:
             raise ValueError(
-                "`outer_optimizer` must be None where a step trains with several optimizers. "
-                f"Received: {len(further) + 1} of them, and an outer {type(outer).__name__}."
+                "`outer_optimizer` must be None if a step trains with several optimizers. Received: "
+                f"{len(further) + 1} of them, and an outer {type(outer).__name__}."
             )
 
 

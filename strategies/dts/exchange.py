@@ -16,14 +16,14 @@ from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.choosing import AUTO
-from hop_tf.runtime.exchange import Incoming, Outgoing
+from hop_tf.runtime.exchange import Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
 from hop_tf.strategies.dts.windows import Course, Courses, Schedule
 
-# D and p, if an outer optimizer moves what is merged, or nothing may depend on time.
+# D and p, if there is an outer optimizer, or if no choice may depend on time.
 _FIXED = 4
-# The longest delay that ranks choose: that of Table 2 (a).
+# The longest delay that ranks choose, as in Table 2 (a).
 _MAX_DELAY = 20
 
 
@@ -52,7 +52,7 @@ class DTSSettings:
 
     @property
     def delays(self) -> Sequence[int]:
-        """D, or those that ranks choose from: one window is under way at most."""
+        """D, or those that ranks choose from: one window is in flight at most."""
         if self.delay != AUTO:
             return (self.delay,)
         return range(_MAX_DELAY + 1) if self.interval == AUTO else (0, self.interval)
@@ -90,12 +90,12 @@ class DTSSettings:
 
     @property
     def num_slots(self) -> int:
-        """Most windows that are under way at a time."""
+        """Most windows that are in flight at a time."""
         return max(self.schedule_of(delay + 1).num_slots for delay in self.delays)
 
     @property
     def merges_at_ends(self) -> bool:
-        """True if windows are merged only when another one has just ended, and all of it was handed out."""
+        """True if windows are merged only when another one has just ended, and all of it was submitted."""
         schedules = [self.schedule_of(delay + 1) for delay in self.delays]
         return self.selection is None and all(each.delay % each.interval == 0 for each in schedules)
 
@@ -121,24 +121,24 @@ class DTSSettings:
 
     @property
     def selection(self) -> codecs.TopK | None:
-        """The codec, if it selects the part of a window that is handed out; else None."""
+        """The codec if it selects the values of a window to submit, otherwise None."""
         return self.codec if isinstance(self.codec, codecs.TopK) else None
 
 
 class DTSExchange(AveragingExchange):
     """Averages windows, several at a time.
 
-    With `Autotuner.spec` beside them, ranks choose ways and schedules; see `Courses`.
+    If `Autotuner.spec` is among the tensors of the packing, ranks choose ways and schedules; see `Courses`.
 
     Args:
       context: Membership, packing and buffers of the group.
-      settings: Those of the strategy.
-      tell: As of `Autotuner`.
+      settings: The settings of the strategy.
+      tell: As for `Autotuner`.
 
     Attributes:
       settings: As given.
-      tuner: Chooses; None: nothing is to be chosen.
-      pace: As of `Autotuner`.
+      tuner: Chooses settings, or None if all settings are given.
+      pace: As for `Autotuner`.
     """
 
     pace: Pace | None = None
@@ -169,7 +169,7 @@ class DTSExchange(AveragingExchange):
             )
             self._times_place = packing.place(place)
             self._clock = membership.monitor.now
-        # By window: when its exchange began, and what it took.
+        # By window: the begin of its exchange, and the duration.
         self._begun_at: dict[int, float] = {}
         self._exchange_seconds: dict[int, float] = {}
         self._is_ending = False
@@ -178,7 +178,7 @@ class DTSExchange(AveragingExchange):
         admissions = None
         if place is not None:
             admissions = Admissions(membership, context.group, context.session, first_round=self.number_of)
-        # Residuals, which codecs keep for later windows, belong to a slot.
+        # Codecs keep residuals for later windows, one per slot.
         slots = range(settings.num_slots)
         super().__init__(
             context,
@@ -231,11 +231,11 @@ class DTSExchange(AveragingExchange):
             self.tuner.take_state(state.copy().view(np.float64))
         super().take_common_state(parts)
 
-    def step(self, outgoing: Outgoing) -> Incoming:
-        window, buckets = outgoing.step, outgoing.buckets
+    def step(self, request: Request) -> Result:
+        window, buckets = request.step, request.buckets
         turn, slot = divmod(window, self.num_threads)
         if self.tuner is not None:
-            # The graph has merged what decides, but for a last window: then ranks have to hear first what it tells.
+            # The graph has merged the window that decides, except for a last window: then wait for the decision.
             course = self._courses.of(window)
             least = window - course.schedule.num_newer
             self._membership.wait_until(lambda: self._num_decided >= least, timeout_seconds=math.inf)
@@ -252,10 +252,10 @@ class DTSExchange(AveragingExchange):
             codec_step=window,
             decides_of=None if self.admissions is self.tuner is None else window,
         )
-        return Incoming(window, 0, tuple(means))
+        return Result(window, 0, tuple(means))
 
     def _commit(self, window: int) -> None:
-        """Windows are decided in order: if this rank leaves, it has taken part in all up to some window."""
+        """Waits for earlier windows. If this rank leaves, it has then taken part in all windows up to a certain one."""
         self._membership.wait_until(lambda: self._sent_rounds >= window, timeout_seconds=math.inf)
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, window + 1)
@@ -271,9 +271,9 @@ class DTSExchange(AveragingExchange):
         self._is_ending = True
 
     def _begin_timing(self, window: int, course: Course) -> np.ndarray:
-        """The exchange of a window begins. Returns what this rank tells the others of those before.
+        """Called when the exchange of a window begins. Returns this rank's times of earlier windows, for the others.
 
-        If several windows are under way, their means come together. So a period is the mean of as many windows.
+        If several windows are in flight, their means arrive together. So a period is the mean of that many windows.
 
         Args:
           window: The window.
@@ -287,10 +287,10 @@ class DTSExchange(AveragingExchange):
         return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), self._is_ending)
 
     def _timed_setting(self, window: int) -> Setting | None:
-        """The setting that the times beside a window are of; None if they are of several, or nothing was in flight."""
+        """The setting that the times of a window belong to. None if there are several, or if nothing was in flight."""
         course = self._courses.of(window)
         num_newer = course.schedule.num_newer
-        num_before = num_newer + max(1, num_newer)  # At first, there is nothing that steps could wait for.
+        num_before = num_newer + max(1, num_newer)  # The first steps have nothing to wait for.
         return None if window < course.schedule.first_window + num_before else course.setting
 
     def decide(self, number: int, means: Sequence[np.ndarray]) -> None:
@@ -299,10 +299,10 @@ class DTSExchange(AveragingExchange):
             return
         self._exchange_seconds[number] = self._clock() - self._begun_at[number]
         bucket, where = self._times_place
-        if not self._courses.of(number).is_warmup:  # Its times say nothing of windows that are in flight.
+        if not self._courses.of(number).is_warmup:  # Its times say nothing about windows in flight.
             self.tuner.hear(means[bucket][where], self._timed_setting(number))
         self._courses.choose(number, self.tuner.setting)
-        # The graph takes it when this window is merged.
+        # The graph reads the width when it merges this window.
         next_window = number + 1 + self._courses.of(number).schedule.num_newer
         means[bucket][where] = self._courses.of(next_window).setting.width
 

@@ -1,15 +1,15 @@
-"""`StepLengths`: changes of adaptive optimizers, as much longer as their mean is shorter.
+"""`StepLengths`: makes the changes of adaptive optimizers longer, because noise cancels in their mean.
 
-Adam and its like divide a gradient by its usual size. So a step is about as long for a gradient with noise as for the
-mean of many. In the mean of ranks' steps their noise cancels: it is shorter, by up to sqrt(n). Synchronous training
-would make a step for the mean gradient, of full length. So a rank makes its change in a window longer when the window
-ends:
+Adaptive optimizers such as Adam divide a gradient by its usual size. So a noisy gradient and a mean of many gradients
+give steps of about the same length. In the mean of the ranks' steps, noise cancels, so the mean is shorter by up to
+sqrt(n). Synchronous training would make a step of full length for the mean gradient. So each rank makes its change
+longer at the end of a window:
 
     change  <-  f change        f = |own change| / |mean change|  of the window that was merged last, from 1 to sqrt(n)
 
-Own and mean changes were made longer by much the same factor, so that hardly changes f. Each rank has its own f. It is
-1 until a window was merged: also on a rank that is started again. A change is all that a step changes: weight decay,
-and weights that `train_step` itself assigns, too.
+Own and mean changes of that window were made longer by about the same factor, so the factor hardly changes f. Each rank
+has its own f. It is 1 until the rank has merged a window, also after a restart. A change includes weight decay, and
+assignments by `train_step`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import tensorflow as tf
 
 
 class StepLengths:
-    """Measures what a rank multiplies its changes by.
+    """Measures the factor f of a rank's changes.
 
     Args:
-      num_windows: Most windows that are under way at a time.
-      world_size: n; ranks that are lost count.
+      num_windows: Largest number of windows in flight at a time.
+      world_size: n, including lost ranks.
     """
 
     def __init__(self, num_windows: int, world_size: int):
@@ -35,15 +35,15 @@ class StepLengths:
             self._factor = tf.Variable(1.0, trainable=False, name="hop_tf_length_factor")
 
     def factor(self, assigned: tf.Tensor) -> tf.Tensor:
-        """Emits the ops that give f of a window that ends: 1 if the program has `assigned` a variable in it."""
+        """Emits the ops that compute f of a window at its end: 1 if the program has `assigned` a variable in it."""
         with tf.device("/cpu:0"):
             return tf.where(tf.reduce_any(assigned), 1.0, self._factor)
 
-    def hand_out(self, window: tf.Tensor, changes: Sequence[tf.Tensor], assigned: tf.Tensor) -> None:
-        """Emits the ops that note a window's changes by this rank, as they are sent. `assigned`: as of `factor`."""
+    def submit(self, window: tf.Tensor, changes: Sequence[tf.Tensor], assigned: tf.Tensor) -> None:
+        """Emits the ops that record this rank's changes in a window, as sent. `assigned`: as for `factor`."""
         square = _squared_length(changes)
         with tf.device("/cpu:0"):
-            square = tf.where(tf.reduce_any(assigned), 0.0, square)  # That is not the length of steps.
+            square = tf.where(tf.reduce_any(assigned), 0.0, square)  # Assignments are not steps.
             self._squares.scatter_nd_update([[window % self._squares.shape[0]]], [square])
 
     def merge(self, window: tf.Tensor, means: Sequence[tf.Tensor]) -> None:
@@ -51,7 +51,7 @@ class StepLengths:
         square = _squared_length(means)
         with tf.device("/cpu:0"):
             ratio = self._squares[window % self._squares.shape[0]] / square
-            is_known = (ratio > 0) & tf.math.is_finite(ratio)  # Else there were no steps, or some that are no numbers.
+            is_known = (ratio > 0) & tf.math.is_finite(ratio)  # False without steps, or with nan in them.
             factor = tf.clip_by_value(tf.sqrt(ratio), 1.0, self._longest)
             self._factor.assign(tf.where(is_known, factor, self._factor))
 

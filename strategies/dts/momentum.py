@@ -1,4 +1,4 @@
-"""DTS as its paper has it: means correct the velocity of SGD, too.
+"""DTS as in its paper: means correct the velocity of SGD, too.
 
 Distributed Training across the World. 2019. Equations 7 to 13. Weights w and velocity v of SGD with momentum m coast:
 in k steps without gradients
@@ -6,15 +6,15 @@ in k steps without gradients
     w  <-  w + f(k) v        f(k) = m + m^2 + ... + m^k, with Nesterov's momentum m f(k)
     v  <-  m^k v
 
-Gradients come on top of that, and both depend on them linearly. So it can be replaced later what the gradients of a
-window have changed: the correction coasts for the D steps by which it is late.
+Gradients are added to that, and weights and velocity depend on gradients linearly. So the changes by the gradients of
+a window can be replaced D steps later: the correction coasts for these D steps.
 
     window ends:     own change of (w, v)  =  (w, v)  -  (w, v) of the window's begin, which have coasted since
     D steps later:   (w, v)  <-  (w, v)  +  (mean change - own change), which has coasted for D steps
 
-Where gradients do not depend on weights, that gives the weights and the velocity of synchronous training, for any D, p,
-and learning rates. The paper's formulas slip here: Equations 7 and 10 let gradients coast one step too far in the
-velocity, and Equation 13 has m^D in the weights, where Equation 8 has a sum of powers.
+If gradients do not depend on weights, the result is that of synchronous training, for any D, p, and learning rates. The
+paper's formulas have errors: in Equations 7 and 10 gradients coast one step too far in the velocity. Equation 13 has
+m^D in the weights, but Equation 8 has a sum of powers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import Descent, descent_of, innermost, weight_decays
-from hop_tf.runtime.averaging import read_all
-from hop_tf.runtime.outer import OuterSteps
+from hop_tf.runtime.deltas import read_all
+from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.strategies.dts.algorithm import DTSAlgorithm, when
 from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tensors.packing import TensorSpec
@@ -54,15 +54,15 @@ def checked_descent(optimizer: Any, trained: Sequence[tf.Variable]) -> Descent:
     return descent
 
 
-class MomentumSteps(OuterSteps):
-    """`OuterSteps` of weights and their velocities. What is merged, and what changes are counted from, coasts.
+class MomentumOuterOptimizer(OuterOptimizer):
+    """`OuterOptimizer` of weights and their velocities. Merged values coast, and so do the origins of changes.
 
     Args:
-      descent: As of `checked_descent`.
-      variables: See `OuterSteps`; without the velocities, which follow them in changes and means.
-      values: See `OuterSteps`.
-      num_trained: See `OuterSteps`.
-      max_newer: See `OuterSteps`.
+      descent: The result of `checked_descent`.
+      variables: See `OuterOptimizer`, without the velocities. In changes and means, velocities follow these.
+      values: See `OuterOptimizer`.
+      num_trained: See `OuterOptimizer`.
+      max_newer: See `OuterOptimizer`.
 
     Attributes:
       descent: As given.
@@ -109,7 +109,7 @@ class MomentumSteps(OuterSteps):
         return super().take(choose, assigned)
 
     def let_merged_coast(self, num_steps: int | tf.Tensor) -> None:
-        """Emits the ops that let coast what is merged, by the steps of a window that is merged next."""
+        """Emits the ops that let the merged values coast by the steps of the window that is merged next."""
         for index, value in self._coasted(read_all(self._merged), num_steps).items():
             self._merged[index].assign(value)
 
@@ -152,9 +152,9 @@ class MomentumSteps(OuterSteps):
 class MomentumAlgorithm(DTSAlgorithm):
     """`DTSAlgorithm` whose windows change weights and velocities."""
 
-    def _make_outer(self) -> MomentumSteps:
+    def _make_outer(self) -> MomentumOuterOptimizer:
         group = self.group
-        return MomentumSteps(
+        return MomentumOuterOptimizer(
             checked_descent(group.optimizer(), group.trained),
             group.variables,
             group.context.values(),
@@ -172,7 +172,7 @@ class MomentumAlgorithm(DTSAlgorithm):
     def _give(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
         when(
             schedule.delay == 0,
-            lambda: self._outer.settle(follows_take=True),  # Nothing is under way. So all are equal to the bit.
+            lambda: self._outer.settle(follows_take=True),  # Nothing is in flight. So all are equal to the bit.
             lambda: self._outer.correct(means, num_newer, schedule.delay),
         )
 

@@ -11,8 +11,8 @@ So a window's messages have the time of D steps, and one synchronization serves 
 gradients, and corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the
 gradients that it changes. It costs accuracy at delays that are harmless without it. It takes twice the bytes, and is
 defined for SGD only. So it is an option (`hop_tf.strategies.dts.momentum`). By default we average changes of weights.
-With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer` describes: a mean that replaces a rank's
-own change at once takes back what later gradients have already taken back.
+With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer_optimizer` describes. A mean that replaces
+a rank's own change at once takes back a part that later gradients have already taken back.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class DTSStrategy(ExchangeStrategy):
     References:
       Distributed Training across the World. 2019. Equations 1 to 13, Table 1. Lin, Han, Mao, Wang, Dally. Deep Gradient
       Compression: Reducing the Communication Bandwidth for Distributed Training. ICLR 2018. See
-      `hop_tf.runtime.outer` for local SGD and DiLoCo.
+      `hop_tf.runtime.outer_optimizer` for local SGD and DiLoCo.
     """
 
     in_lock_step = True
@@ -223,9 +223,9 @@ class DTSStrategy(ExchangeStrategy):
         num_windows = self._settings.num_slots
         if num_windows > MAX_WINDOWS:
             raise ValueError(
-                f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows under way, which are "
-                "ceil(delay / interval) + 1: each has a thread, and memory for what it hands out. "
-                f"Received: delay={delay!r} and interval={interval!r}, which make {num_windows}."
+                f"`delay` and `interval` must leave at most {MAX_WINDOWS} windows in flight, because each window takes "
+                f"a thread and memory. Their number is ceil(delay / interval) + 1. Received: delay={delay!r} and "
+                f"interval={interval!r}, which make {num_windows}."
             )
         cluster = training_cluster(cluster_resolver, "DTSStrategy")
         super().__init__(
@@ -272,8 +272,8 @@ class DTSStrategy(ExchangeStrategy):
         for variable in context.trained:
             if variable.dtype == tf.float64 and self._settings.selection is not None:
                 raise ValueError(
-                    "variables that are trained must not be float64 with a codec that selects values: float64 passes "
-                    f"through no codec. Received: {variable.name} of float64, codec={self._settings.codec!r}."
+                    "trained variables must not be float64 with a codec that selects values: hop_tf does not encode "
+                    f"float64. Received: {variable.name} of float64, codec={self._settings.codec!r}."
                 )
         if self.training.shares is not None:
             refuse_float16(context.packing.specs, self._settings.codec)
@@ -294,7 +294,7 @@ class DTSStrategy(ExchangeStrategy):
             group,
             self.training.shares,
             outer_optimizer=lambda: self._outer_optimizer,
-            broadcast=self.training.worker.collectives.broadcast_initial_values,
+            broadcast=self.training.runtime.collectives.broadcast_initial_values,
         )
 
 
@@ -303,15 +303,15 @@ def _refuse_combinations(given: DTSSettings, batch_shares: object, outer_optimiz
     codec, selects_or_steps = given.codec, given.selection is not None or outer_optimizer is not None
     if given.skewed_shards and (selects_or_steps or batch_shares is not None):
         raise ValueError(
-            "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that selects "
-            "values: velocities are corrected for means of all changes, in which all ranks count alike. Received: "
+            "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that selects values: "
+            "correcting velocities takes the mean of all changes, with equal weights of ranks. Received: "
             f"skewed_shards=True, {batch_shares=}, {outer_optimizer=}, {codec=}."
         )
     if given.corrects_momentum and (selects_or_steps or given.skewed_shards):
         raise ValueError(
-            "`compensation` must not be 'momentum' with `skewed_shards`, an `outer_optimizer`, or a codec that "
-            "selects values: velocities are corrected by means of all changes, as they are. Received: "
-            f"compensation='momentum', skewed_shards={given.skewed_shards}, {outer_optimizer=}, {codec=}."
+            "`compensation` must not be 'momentum' with `skewed_shards`, an `outer_optimizer`, or a codec that selects "
+            "values: correcting velocities takes the plain mean of all changes. Received: compensation='momentum', "
+            f"skewed_shards={given.skewed_shards}, {outer_optimizer=}, {codec=}."
         )
     if given.warmup_steps and (selects_or_steps or given.delay == AUTO):
         raise ValueError(
@@ -336,7 +336,7 @@ def _checked_outer_optimizer(optimizer: object) -> str:
     for name in ("use_ema", "gradient_accumulation_steps"):
         if value := getattr(optimizer, name):
             raise ValueError(
-                f"`{name}` must not be set in `outer_optimizer`: what it makes is what ranks compute with, at once. "
+                f"`{name}` must not be set in `outer_optimizer`, because ranks compute with its results at once. "
                 f"Received: {name}={value!r} in {type(optimizer).__name__}."
             )
     return describe_optimizer(optimizer)

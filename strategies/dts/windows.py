@@ -12,7 +12,7 @@ import tensorflow as tf
 from hop_tf.codecs import TopK
 from hop_tf.runtime.autotuning import Setting
 
-# Each window under way has a thread and an all-reduce, and holds what it hands out.
+# Each window in flight has a thread and an all-reduce, and keeps the submitted changes.
 MAX_WINDOWS = 100
 
 # A threshold is found from a sample of about this many values, or from all values if there are fewer.
@@ -23,7 +23,7 @@ _LEAST_GENTLE_DELAY = 3
 
 
 def num_windows(delay: int, interval: int) -> int:
-    """Most windows that are under way at a time: those of `delay` steps, and the last one of a `fit`."""
+    """Most windows that are in flight at a time: those of `delay` steps, and the last one of a `fit`."""
     return -(-delay // interval) + 1
 
 
@@ -64,7 +64,7 @@ class Schedule:
         """The number of windows that have ended when `num_steps` steps are complete."""
         return self.first_window + (num_steps - self.first_step) // self.interval
 
-    def under_way(self, num_steps: int) -> range:
+    def in_flight(self, num_steps: int) -> range:
         """The windows that have ended and are not merged when `num_steps` steps are complete."""
         num_merged = self.num_ended(max(self.first_step, num_steps - self.delay))
         return range(num_merged, self.num_ended(num_steps))
@@ -163,10 +163,10 @@ class Courses:
         return self._courses[-1]
 
     def choose(self, window: int, setting: Setting) -> None:
-        """Takes the setting that the mean of a window tells. Must be called in the order of windows."""
+        """Takes the setting that the mean of a window brings. Must be called in the order of windows."""
         present, latest = self.of(window), self.latest
         if present.is_warmup or (latest.is_meeting and latest.schedule.first_window > window):
-            return  # At the meeting, windows begin anew with the first setting.
+            return  # At the meeting, windows start over with the first setting.
         if latest.schedule.first_window > window and self._changes_graph(present, latest):
             self._put(self._begun(setting, latest.schedule))
         elif setting != latest.setting:
@@ -175,7 +175,7 @@ class Courses:
             self._put(Course(self._schedule_of(setting.width, begin, first_window), setting))
 
     def meet(self, window: int) -> int:
-        """Plans a meeting, because the mean of a window admits ranks. Windows begin anew there. Returns its first step.
+        """Plans a meeting, because the mean of a window admits ranks. Windows start over there. Returns its first step.
 
         It ends a warm-up. Must be called before `choose`.
         """

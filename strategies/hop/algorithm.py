@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import read_all
+from hop_tf.runtime.deltas import read_all
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.velocities import add_to_velocities
 from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP
@@ -27,8 +27,8 @@ class HopAlgorithm(Algorithm):
     def __init__(self, group: Group, settings: HopSettings, shares: BatchShares | None = None):
         super().__init__(group)
         self._settings, self._shares = settings, shares
-        # Between `before_update` and `after_update`: the trained variables; what averaging has changed in them, if
-        # velocities need it; and the number of steps to skip.
+        # Between `before_update` and `after_update`: the trained variables, their changes by averaging if velocities
+        # need these, and the number of steps to skip.
         self._before: list[tf.Tensor] = []
         self._moves: list[tf.Tensor] = []
         self._num_skipped: tf.Tensor | None = None
@@ -75,14 +75,14 @@ class HopAlgorithm(Algorithm):
 
         with tf.device("/cpu:0"):
             is_due = self.group.read_step() % settings.interval == 0
-        # Apart: where variables are changed has to wait for all who read them before, and sending has not.
+        # Two conditionals: the one that changes variables waits for all earlier reads. Sending need not wait.
         tf.cond(is_due, lambda: self.group.submit(values, step=self._iteration()), lambda: None)
         moves, num_skipped = tf.cond(is_due, take, nothing)
-        # The host need not wait for a device that tells it 0.
+        # A constant, so that the host need not wait for the device.
         return moves, tf.constant(0, tf.int64) if settings.skip is None else num_skipped
 
     def _iteration(self) -> tf.Tensor | None:
-        """k, the number of the iteration that the step belongs to; None if that is the step's."""
+        """k, the number of the step's iteration; None if it is the step's own number."""
         if self._settings.interval == 1:
             return None
         with tf.device("/cpu:0"):

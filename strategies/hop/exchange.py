@@ -10,7 +10,7 @@ import numpy as np
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.membership import SessionQueue
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
 from hop_tf.strategies.hop.absence import Absence
@@ -96,10 +96,10 @@ class HopExchange(Exchange, Joiner):
         # An iteration is submitted in its first step. So a later one counts as a part of the next iteration.
         return -(-step // self._settings.interval)
 
-    def step(self, outgoing: Outgoing) -> Incoming | None:
-        k, x, segment = outgoing.step + self._offset, outgoing.buckets, outgoing.segment
+    def step(self, request: Request) -> Result | None:
+        k, x, segment = request.step + self._offset, request.buckets, request.segment
         if segment == RENEWAL:
-            return Incoming(outgoing.step, RENEWAL, self._nothing() if self._has_followed else self._renew(x))
+            return Result(request.step, RENEWAL, self._nothing() if self._has_followed else self._renew(x))
         if segment == STEP:
             self._enter(k)  # Line 10.
             self._pacing.wait_to_send(k)
@@ -112,21 +112,21 @@ class HopExchange(Exchange, Joiner):
         self._has_followed = self._was_passed_by
         if self._has_followed:
             change, num_skipped = self._follow(x, k)
-            return Incoming(outgoing.step, segment, change, self._steps_to_skip(num_skipped))
+            return Result(request.step, segment, change, self._steps_to_skip(num_skipped))
         change = self._recv_and_reduce(x, k)  # Lines 13 and 14.
         self._pacing.reduced(k, self._incarnations)
         self._target = k + self._pacing.advance(k)  # Line 17.
         num_skipped = self._target - k - 1
         self._num_jumps += num_skipped > 0
         self._num_skipped += num_skipped
-        return Incoming(outgoing.step, segment, change, self._steps_to_skip(num_skipped))
+        return Result(request.step, segment, change, self._steps_to_skip(num_skipped))
 
     def _steps_to_skip(self, num_iterations: int) -> int:
-        """The steps from the first one of an iteration to the first one after so many further iterations."""
+        """The steps to skip from the first step of an iteration, if `num_iterations` further iterations are skipped."""
         return (num_iterations + 1) * self._settings.interval - 1 if num_iterations else 0
 
     def _follow(self, x: Sequence[np.ndarray], k: int) -> tuple[tuple[np.ndarray, ...], int]:
-        """Goes on where out-neighbors are, because they have gone on without this rank.
+        """Continues at the iteration of the out-neighbors, because they have continued without this rank.
 
         Returns:
           The change towards the newest parameters of in-neighbors, and the number of skipped iterations. That number is
@@ -147,11 +147,11 @@ class HopExchange(Exchange, Joiner):
         self._offset += num_iterations - 1
         return change, 0
 
-    def no_op(self, outgoing: Outgoing) -> Incoming | None:
+    def no_op(self, request: Request) -> Result | None:
         self._sent = ()
-        if outgoing.segment == STEP and self._settings.tolerates_stragglers:
+        if request.segment == STEP and self._settings.tolerates_stragglers:
             return None
-        return Incoming(outgoing.step, outgoing.segment, self._nothing())
+        return Result(request.step, request.segment, self._nothing())
 
     def _nothing(self) -> tuple[np.ndarray, ...]:
         return tuple(self._packing.zeros())
@@ -234,7 +234,7 @@ class HopExchange(Exchange, Joiner):
             if not self._offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
-                    "the others is not connected any more. Use a topology with more edges, or stop all ranks together."
+                    "the others is no longer connected. Use a topology with more edges, or stop all ranks together."
                 )
 
     # Ranks that join late. Ranks tell the last step of their iteration, so that newcomers begin with the next one.

@@ -1,8 +1,8 @@
 """`Pacing`: the bound on the distance between neighbors of Hop, by token queues or NOTIFY-ACK.
 
-At one point of an iteration, both send a neighbor a small message, unless an update carries it. At another point they
-wait for such messages. A rank that has ended is neither told nor waited for. A rank that joins late counts from the
-iteration in which it enters.
+At one point of an iteration, a rank sends its neighbors a small message, unless an update carries it. At another point
+it waits for such messages. Ranks that have ended get no messages, and no rank waits for them. A rank that joins late
+counts from the iteration in which it enters.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Pacing(abc.ABC):
 
     @abc.abstractmethod
     def _note(self, j: int, iteration: int) -> None:
-        """Records the iteration that out-neighbor j has told."""
+        """Records the iteration that out-neighbor j has announced."""
 
 
 class TokenPacing(Pacing):

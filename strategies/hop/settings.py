@@ -85,8 +85,8 @@ class HopSettings:
         if self.uses_notify_ack and self.tolerates_stragglers:
             raise ValueError(
                 "`synchronization` must be 'queues' with backup workers or staleness: with 'notify_ack' no rank gets "
-                f"more than {_NOTIFY_ACK_GAP} iterations ahead of another, and they would never come into play. "
-                f"Received: synchronization={self.synchronization!r}, num_backup_workers={self.num_backup_workers}, "
+                f"more than {_NOTIFY_ACK_GAP} iterations ahead of another, so they would have no effect. Received: "
+                f"synchronization={self.synchronization!r}, num_backup_workers={self.num_backup_workers}, "
                 f"max_staleness={self.max_staleness}."
             )
         if self.interval > 1 and self.update_order == "serial":
@@ -105,9 +105,9 @@ class HopSettings:
     def _check_gap(self) -> None:
         if not is_integer(self.max_iteration_gap) or not 1 <= self.max_iteration_gap <= _LARGEST_GAP:
             raise ValueError(
-                f"`max_iteration_gap` must be an integer from 1 to {_LARGEST_GAP}, also where nobody is meant to wait: "
-                "a rank has room for (1 + max_iteration_gap) updates of every in-neighbor. "
-                f"Received: max_iteration_gap={self.max_iteration_gap!r}."
+                f"`max_iteration_gap` must be an integer from 1 to {_LARGEST_GAP}. There is no unlimited gap, because "
+                "a rank keeps room for (1 + max_iteration_gap) updates of every in-neighbor. Received: "
+                f"max_iteration_gap={self.max_iteration_gap!r}."
             )
 
     def _check_backup_workers(self) -> None:
@@ -135,21 +135,20 @@ class HopSettings:
             raise ValueError(f"`skip` must be a hop_tf.SkipIterations or None. Received: skip={self.skip!r}.")
         if not self.tolerates_stragglers:
             raise ValueError(
-                "`skip` must come with backup workers or staleness: without, a straggler's neighbors wait for every "
-                "one of its updates, and it is never behind enough to jump. "
-                f"Received: skip={self.skip}, num_backup_workers={self.num_backup_workers}, max_staleness=0."
+                "`skip` needs backup workers or staleness. Without them, a straggler's neighbors wait for each of its "
+                f"updates, so it never falls behind far enough to skip. Received: skip={self.skip}, "
+                f"num_backup_workers={self.num_backup_workers}, max_staleness=0."
             )
         if self.skip.trigger > self.max_iteration_gap:
             raise ValueError(
-                "`trigger` of `skip` must be at most max_iteration_gap: no rank falls further behind, so it would "
-                f"never jump. Received: skip={self.skip}, max_iteration_gap={self.max_iteration_gap}."
+                "`trigger` of `skip` must be at most max_iteration_gap: no rank falls further behind, so none would "
+                f"ever skip. Received: skip={self.skip}, max_iteration_gap={self.max_iteration_gap}."
             )
         if not self.has_backup_workers and self.skip.trigger > self.max_staleness + 1:
             raise ValueError(
-                "`trigger` of `skip` must be at most max_staleness + 1 without backup workers: a neighbor that is so "
-                "far ahead waits for the straggler's update, which then would never jump. "
-                f"Received: skip={self.skip}, max_staleness={self.max_staleness}, "
-                f"num_backup_workers={self.num_backup_workers}."
+                "`trigger` of `skip` must be at most max_staleness + 1 without backup workers: a neighbor that is "
+                "further ahead waits for the straggler, so the straggler would never skip. Received: "
+                f"skip={self.skip}, max_staleness={self.max_staleness}, num_backup_workers={self.num_backup_workers}."
             )
 
     def num_backup_workers_of(self, rank: int) -> int:
@@ -207,8 +206,8 @@ class HopSettings:
             )
         if self.tolerates_stragglers and any(_has_weights_of_its_own(topology, rank) for rank in ranks):
             logging.warning(
-                "%r has unequal weights, which backup workers and staleness do not use: updates of an iteration count "
-                "alike. Ranks with more neighbors then contribute more to what all agree on.",
+                "%r has unequal weights, but backup workers and staleness ignore them: all updates of an iteration "
+                "count equally. So ranks with more neighbors contribute more to the common model.",
                 topology,
             )
 

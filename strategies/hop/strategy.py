@@ -196,7 +196,7 @@ class HopStrategy(ExchangeStrategy):
             batch_shares=batch_shares,
             identity={**identity_of(self._settings), "topology": _describe(topology, self._topology)},
             neighbors={*self._topology.in_neighbors(cluster.rank), *self._topology.out_neighbors(cluster.rank)},
-            skips_steps="" if skip is None else "HopStrategy, unless skip=None, passes over iterations.",
+            skips_steps="" if skip is None else "HopStrategy skips iterations unless skip=None.",
             continue_without_lost=self._settings.continues_without_lost,
             min_ranks=min_ranks,
         )

@@ -12,7 +12,7 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.gradient_algorithm import GradientAlgorithm
 from hop_tf.runtime.group import Group
-from hop_tf.runtime.replay import Replay, make_replay
+from hop_tf.runtime.look_ahead import LookAhead, make_look_ahead
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange
 from hop_tf.tensors.packing import Packing
 
@@ -30,9 +30,9 @@ class PipelinedAlgorithm(GradientAlgorithm):
 
     def __init__(self, group: Group, shares: BatchShares | None = None):
         super().__init__(group, shares)
-        self._made_replays: dict[int, Replay] = {}  # By K, because graphs that were traced with a replay keep it.
+        self._look_aheads: dict[int, LookAhead] = {}  # By K, because a traced graph keeps its look-ahead.
         # The local look-ahead that a rank computes with; None if it computes with the merged weights.
-        self._replay = self._replay_of_width()
+        self._look_ahead = self._look_ahead_of_width()
         with tf.init_scope(), tf.device("/cpu:0"):
             # The step of the running session with which the pipe begins to fill. A rank that joins has nothing in
             # flight until it has joined.
@@ -47,12 +47,12 @@ class PipelinedAlgorithm(GradientAlgorithm):
     def _delay(self) -> int:
         return self.exchange.delay
 
-    def _replay_of_width(self) -> Replay | None:
-        if not self.exchange.settings.replays or self._delay == 0:
+    def _look_ahead_of_width(self) -> LookAhead | None:
+        if not self.exchange.settings.looks_ahead or self._delay == 0:
             return None
-        if self._delay not in self._made_replays:
-            self._made_replays[self._delay] = make_replay(self.group.optimizer(), self.group.trained, self._delay)
-        return self._made_replays[self._delay]
+        if self._delay not in self._look_aheads:
+            self._look_aheads[self._delay] = make_look_ahead(self.group.optimizer(), self.group.trained, self._delay)
+        return self._look_aheads[self._delay]
 
     # The step.
 
@@ -62,8 +62,8 @@ class PipelinedAlgorithm(GradientAlgorithm):
         def take_due(segment: int) -> list[tf.Tensor]:  # Line 3.
             return self.group.collect(outgoing, segment, self._take_due)[0]
 
-        is_synchronous = self._replay is None
-        if not is_synchronous and tf.executing_eagerly() and not self._replay.has_begun:
+        is_synchronous = self._look_ahead is None
+        if not is_synchronous and tf.executing_eagerly() and not self._look_ahead.has_begun:
             # It is too late to keep the values from before the group's first update: see `begin_eager_step`. Ranks
             # begin with rank 0's learning rate, so weights have decayed alike.
             self._pipelined_from.assign(1)
@@ -71,10 +71,10 @@ class PipelinedAlgorithm(GradientAlgorithm):
         means, rate = self._take_means(self._due(self.group.read_step()), take_due)
         if is_synchronous:
             return scaled(self.group.optimizer(), means)
-        self._replay.begin_once()
+        self._look_ahead.begin_once()
         with tf.device("/cpu:0"):
             has_filled = self.group.step >= self._pipelined_from + self._delay
-        self._replay.advance(has_filled, means, rate, outgoing[: self.group.num_trained])
+        self._look_ahead.advance(has_filled, means, rate, outgoing[: self.group.num_trained])
         return gradients
 
     def end_step(self) -> None:
@@ -82,12 +82,12 @@ class PipelinedAlgorithm(GradientAlgorithm):
 
     def _settle(self) -> None:
         """Emits the operations that merge all means in flight, and begin with an empty pipe."""
-        if self._replay is None:
+        if self._look_ahead is None:
             return
 
         def merge(t: tf.Tensor) -> tf.Tensor:
             means, rate = self._take_means(t, functools.partial(self._take, t))
-            self._replay.merge(means, rate)
+            self._look_ahead.merge(means, rate)
             return t + 1
 
         now = self.group.read_step()
@@ -138,12 +138,12 @@ class PipelinedAlgorithm(GradientAlgorithm):
 
     def _begin_pipe(self, step: int | None = None) -> None:
         """Begins with an empty pipe: the present variables and slots are the merged ones. Default: at this step."""
-        if self._replay is not None:
+        if self._look_ahead is not None:
             self._pipelined_from.assign(int(self.group.step) if step is None else step)
-            self._replay.begin()
+            self._look_ahead.begin()
 
     def end_epoch(self) -> None:
-        if self._replay is not None:
+        if self._look_ahead is not None:
             self.finish()
             self._begin_pipe()  # So that a second call merges nothing.
 
@@ -153,14 +153,14 @@ class PipelinedAlgorithm(GradientAlgorithm):
         for t in self._in_flight():
             t = tf.constant(t, tf.int64)
             means, rate = self._take_means(t, functools.partial(self._take, t))
-            if self._replay is not None:
-                self._replay.merge(means, rate)
-        if self._replay is not None and gradient_accumulation_steps(self.group.optimizer()) > 1:
+            if self._look_ahead is not None:
+                self._look_ahead.merge(means, rate)
+        if self._look_ahead is not None and gradient_accumulation_steps(self.group.optimizer()) > 1:
             count.assign(num_batches)  # Accumulated batches may wait for the next update.
 
     def abort(self) -> None:
-        if self._replay is not None and self._in_flight():
-            self._replay.restore()
+        if self._look_ahead is not None and self._in_flight():
+            self._look_ahead.restore()
 
     def _in_flight(self) -> range:
         """The steps whose means were not taken yet."""
@@ -175,9 +175,9 @@ class PipelinedAlgorithm(GradientAlgorithm):
         if not again or all(each.makes_way() for each in (self, *again)):
             return
         raise ValueError(
-            "`compensation` must be 'none' where an optimizer is applied several times in a step, to parts of the "
-            "variables: its count of steps belongs to none of them. Apply it once, or take an optimizer for each "
-            f"part. Received: compensation='replay', and {type(optimizer).__name__}, applied again."
+            "`compensation` must be 'none' if a step applies an optimizer several times, to parts of the variables: "
+            "the optimizer has one count of steps for all of them. Apply it once, or use one optimizer for each part. "
+            f"Received: compensation='replay', and {type(optimizer).__name__}, applied again."
         )
 
     def watched(self) -> Sequence[tf.Variable]:
@@ -185,7 +185,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
 
     def makes_way(self) -> bool:
         """True if K is 1. If ranks choose K, it stays 1 from now on."""
-        if self._replay is not None:
+        if self._look_ahead is not None:
             return False
         if self.exchange.tuner is not None:
             self.exchange.tuner.is_narrow = True
@@ -194,7 +194,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
     def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             is_merged = tf.equal(self.group.step, self._pipelined_from)  # Nothing is in flight.
-        tf.cond(is_merged, lambda: self._replay.take(weights), lambda: None)
+        tf.cond(is_merged, lambda: self._look_ahead.take(weights), lambda: None)
         return is_merged
 
     def graph_key(self) -> int:
@@ -212,7 +212,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
             return False
         self.finish()
         exchange.change_width(width)
-        self._replay = self._replay_of_width()
+        self._look_ahead = self._look_ahead_of_width()
         self._begin_pipe()
         return True
 

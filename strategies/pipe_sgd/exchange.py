@@ -54,10 +54,10 @@ class PipeSGDSettings:
     @property
     def admits(self) -> bool:
         """True if ranks that were started again can join: all means in flight must be mergeable."""
-        return self.on_peer_loss == "continue" and (self.delay == 0 or self.replays)
+        return self.on_peer_loss == "continue" and (self.delay == 0 or self.looks_ahead)
 
     @property
-    def replays(self) -> bool:
+    def looks_ahead(self) -> bool:
         """True if own gradients stand in for means that are in flight."""
         return self.delay > 0 and self.compensation == "replay"
 
@@ -84,7 +84,7 @@ class PipeSGDExchange(GradientExchange):
         self.settings = settings
         self.width = settings.widths[0]
         # Without a replay, a rank has computed its weights with its own rate.
-        adopts_rate = None if self.delay == 0 else settings.replays
+        adopts_rate = None if self.delay == 0 else settings.looks_ahead
         membership, specs = context.membership, context.packing.specs
         super().__init__(
             context,

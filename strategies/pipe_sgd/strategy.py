@@ -18,8 +18,8 @@ where they are hidden, too.
 
 The paper computes at w[t - 1], which lacks the gradients in flight. With the momentum and rate of synchronous training,
 that costs some or all accuracy. So we compute at the weights to which this rank's own gradients would lead from there
-(`compensation` is "replay", see `hop_tf.runtime.replay`). w[t] are the merged weights: only mean gradients move them,
-equally on all ranks.
+(`compensation` is "replay", see `hop_tf.runtime.look_ahead`). w[t] are the merged weights. Only mean gradients move
+them, equally on all ranks.
 
 With L segments (pipelined gradient communication, Figure 2 (b)) the gradients of the last layers are submitted while
 back-propagation goes on.
@@ -176,8 +176,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         codec = AUTO if codec == AUTO else codecs.get(codec)
         if isinstance(codec, codecs.TopK) and not codec.error_feedback:
             raise ValueError(
-                "`codec` must keep what it does not send: take hop_tf.codecs.TopK(error_feedback=True). Without it all "
-                f"but {codec.ratio:.3g} of each gradient's values are lost. Received: codec={codec!r}."
+                "`codec` must keep the values that it does not send: use hop_tf.codecs.TopK(error_feedback=True). "
+                f"Without error feedback, all but {codec.ratio:.3g} of each gradient's values are lost. Received: "
+                f"codec={codec!r}."
             )
         given = PipeSGDSettings(
             pipeline_width=pipeline_width,
@@ -195,7 +196,7 @@ class PipeSGDStrategy(ExchangeStrategy):
                 f"join the others again then. Received: patience_seconds={patience_seconds!r}, "
                 f"pipeline_width={pipeline_width!r}."
             )
-        self.keeps_assignments = self.takes_assignments = not self._settings.replays
+        self.keeps_assignments = self.takes_assignments = not self._settings.looks_ahead
         cluster = training_cluster(cluster_resolver, "PipeSGDStrategy")
         super().__init__(
             cluster=cluster,
@@ -215,7 +216,7 @@ class PipeSGDStrategy(ExchangeStrategy):
     def make_exchange(self, context: ExchangeContext) -> PipeSGDExchange:
         settings = self._settings
         refuse_late_determinism(settings, chooses=settings.chooses(self.world_size))
-        problem = _why_narrow(context.optimizer()) if settings.replays else ""
+        problem = _why_narrow(context.optimizer()) if settings.looks_ahead else ""
         if problem and settings.pipeline_width == AUTO:
             settings = dataclasses.replace(settings, pipeline_width=1)
         elif problem:
@@ -246,14 +247,14 @@ def _why_narrow(optimizer: Any) -> str:
     every = gradient_accumulation_steps(optimizer)
     if every > 1 and loss_scale(optimizer) is not None:
         return (
-            "`compensation` must be 'none' where an optimizer within a LossScaleOptimizer (which Keras adds under "
-            "the policy 'mixed_float16') accumulates gradients: it does so with means only. Or train with "
+            "`compensation` must be 'none' if an optimizer within a LossScaleOptimizer (which Keras adds under the "
+            "policy 'mixed_float16') accumulates gradients: it can accumulate means only. Or train with "
             f"'mixed_bfloat16'. Received: compensation='replay', gradient_accumulation_steps={every}."
         )
     if every > 1 and use_ema(optimizer):
         return (
-            "`compensation` must be 'none' where an optimizer accumulates gradients and averages weights: it does "
-            "this in every batch, and a replay knows of updates only. Received: use_ema=True, "
+            "`compensation` must be 'none' if an optimizer accumulates gradients and averages weights: it averages in "
+            "every batch, but a replay repeats updates only. Received: use_ema=True, "
             f"gradient_accumulation_steps={every}."
         )
     return ""

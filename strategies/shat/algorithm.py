@@ -10,7 +10,7 @@ from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.group import Group
-from hop_tf.runtime.worker import Worker
+from hop_tf.runtime.rank_runtime import RankRuntime
 from hop_tf.strategies.shat.pushes import PushedStep, make_pushes
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.state import GroupState
@@ -22,13 +22,13 @@ class ShatAlgorithm(Algorithm):
     Args:
       group: The group, whose exchange is a `ShatExchange`.
       settings: The settings of the strategy.
-      worker: This rank among the others.
+      runtime: This rank among the others.
       shares: The part of a batch that each worker takes. Default: all parts are equal.
     """
 
-    def __init__(self, group: Group, settings: ShatSettings, worker: Worker, shares: BatchShares | None = None):
+    def __init__(self, group: Group, settings: ShatSettings, runtime: RankRuntime, shares: BatchShares | None = None):
         super().__init__(group)
-        self._settings, self._worker = settings, worker
+        self._settings, self._runtime = settings, runtime
         self._pushes = make_pushes(group.context, settings, shares)
         self._step: PushedStep | None = None  # Between `before_update` and `after_update`.
 
@@ -48,10 +48,10 @@ class ShatAlgorithm(Algorithm):
         return self.group.exchange.is_configured
 
     def begin(self) -> None:
-        joins = self._worker.joining
+        joins = self._runtime.joining
         self.served.configure(joins=joins)
         if joins:
-            self._worker.join_at_once(self.group)
+            self._runtime.join_at_once(self.group)
 
     def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
         self._step = self._pushes.begin(self.group, values, gradients)

@@ -14,12 +14,12 @@ from hop_tf.keras_hook.optimizers import check_loss_scaling
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.records import Kind, recorded
 from hop_tf.runtime.autotuning import Autotuner, Times
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
 from hop_tf.runtime.ways import Way, num_encoded_bytes
 from hop_tf.strategies.shat.pushes import NUM_BESIDE
-from hop_tf.strategies.shat.requests import Request
+from hop_tf.strategies.shat.requests import ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import PUSH
 from hop_tf.strategies.shat.servers import Answers, Servers
@@ -99,7 +99,7 @@ class ShatExchange(Exchange, Joiner):
     def goes_on_with(self, server: int) -> bool:
         return self._servers.goes_on_with(server)
 
-    # Steps. They are pushed in windows; `Outgoing.step` is the number of the window.
+    # Steps. They are pushed in windows; `Request.step` is the number of the window.
 
     def steps_of(self, number: int) -> range:
         return range(number * self._settings.interval, (number + 1) * self._settings.interval)
@@ -107,33 +107,33 @@ class ShatExchange(Exchange, Joiner):
     def number_of(self, step: int) -> int:
         return step // self._settings.interval
 
-    def step(self, outgoing: Outgoing) -> Incoming:
+    def step(self, request: Request) -> Result:
         start = self._membership.monitor.now()
         times = self._times._replace(period=(start - self._begun_at) / self._settings.interval)
         self.tuner.hear(self.tuner.own(times), self.tuner.setting)
         with self._servers.giving_up_alone():
-            incoming = self._step(outgoing)
+            result = self._step(request)
         seconds = self._membership.monitor.now() - start
         self._begun_at, self._times = start, Times(0.0, seconds)
         self._communicate_seconds += seconds
-        return incoming
+        return result
 
-    def _step(self, outgoing: Outgoing) -> Incoming:
-        rate, is_applied, *rows = self._beside(outgoing.buckets)[: NUM_BESIDE + (self._shares is not None)]
+    def _step(self, request: Request) -> Result:
+        rate, is_applied, *rows = self._beside(request.buckets)[: NUM_BESIDE + (self._shares is not None)]
         is_plain = self.tuner.ways[self.tuner.setting.way].codec == Identity()
         weight = float(rows[0]) if rows else 0.0
-        push = self._make_push(outgoing.step, self._rate(rate), bool(is_applied), weight, is_plain)
+        push = self._make_push(request.step, self._rate(rate), bool(is_applied), weight, is_plain)
         self._servers.reconfigure(push)
         for shard in self.shards:
             with recorded(self._membership.recorder, Kind.ENCODE):
-                shard.encode(outgoing.buckets, is_applied=bool(is_applied), is_plain=is_plain)
+                shard.encode(request.buckets, is_applied=bool(is_applied), is_plain=is_plain)
             self._servers.send(push, shard)  # Line 5.
-        self._sent_rounds = outgoing.step + 1
+        self._sent_rounds = request.step + 1
         self.last_session = self._servers.session
         answers = self._servers.receive(push)  # Line 6.
         self._check_accepted(answers)
         self._servers.end_configuration()
-        return self._merge(outgoing, answers)
+        return self._merge(request, answers)
 
     def _rate(self, rate: float) -> float:
         """The factor by which the servers multiply a push. With shares, those of the remaining workers add up to 1."""
@@ -144,7 +144,7 @@ class ShatExchange(Exchange, Joiner):
             rate = float(rate) * len(self._workers) / (num_all * self._shares.total_part(self._workers))
         return rate
 
-    def _make_push(self, window: int, rate: float, is_applied: bool, weight: float, is_plain: bool) -> Request:
+    def _make_push(self, window: int, rate: float, is_applied: bool, weight: float, is_plain: bool) -> ServerRequest:
         push = pb.Push(
             group=self._context.group,
             session=self._servers.session,
@@ -164,7 +164,7 @@ class ShatExchange(Exchange, Joiner):
 
         # The text of a long wait names slower workers, so that readers do not look for the cause at the server.
         waits = "" if self._settings.consistency == "async" else " (which comes when slower workers have pushed)"
-        return Request(
+        return ServerRequest(
             queue=PUSH,
             operation=f"receive model of push {push.sequence}{waits}",
             message=message,
@@ -180,7 +180,7 @@ class ShatExchange(Exchange, Joiner):
                 error = PeerLostError if answer.is_forgotten else ProtocolError
                 raise error(f"rank {self._membership.rank}: a parameter server has refused a push: {answer.error}")
 
-    def _merge(self, outgoing: Outgoing, answers: Answers) -> Incoming:
+    def _merge(self, request: Request, answers: Answers) -> Result:
         """Returns the servers' model, the weight of each, and the changes that make non-trainable state its mean."""
         buckets = self._packing.take(self._context.pool)  # The servers fill all of it except the metadata.
         self._beside(buckets)[:] = 0
@@ -192,30 +192,30 @@ class ShatExchange(Exchange, Joiner):
                 shard.put(shard.decode(payload), buckets)
             for bucket, where in shard.ranges:
                 if self._packing.exact[bucket]:
-                    buckets[bucket][where] -= outgoing.buckets[bucket][where]
+                    buckets[bucket][where] -= request.buckets[bucket][where]
             weight = self._settings.weight(reply.num_others, reply.num_workers)  # Line 7.
             self._beside(buckets)[shard.index] = weight
             self._latest[shard.index] = (reply.num_others, weight)
             self._workers = [rank for rank in range(self._membership.world_size) if rank not in reply.lost]
             self._note_snapshots(shard, reply)
             self._membership.hear_of_lost(shard.server, reply.lost)
-        return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
+        return Result(request.step, request.segment, tuple(buckets))
 
     def _note_snapshots(self, shard: ShardView, reply: pb.Reply) -> None:
         """Warns once when a server can no longer write snapshots."""
         if reply.snapshot_error and not shard.snapshot_error:
             logging.warning(
-                "rank %d: %s cannot write its snapshot %s. Training goes on. If that server is lost, it goes on from "
+                "rank %d: %s cannot write its snapshot %s. Training continues. If that server is lost, it resumes from "
                 "the last complete snapshot, if there is one. Make room, or repair the disk.",
                 *(self._membership.rank, self._servers.name(shard.server), reply.snapshot_error),
             )
         shard.num_snapshot_failures, shard.snapshot_error = reply.num_snapshot_failures, reply.snapshot_error
 
-    def no_op(self, outgoing: Outgoing) -> Incoming:
+    def no_op(self, request: Request) -> Result:
         buckets = self._packing.take(self._context.pool)
         for bucket in buckets:
             bucket.fill(0)
-        return Incoming(outgoing.step, outgoing.segment, tuple(buckets))
+        return Result(request.step, request.segment, tuple(buckets))
 
     def _beside(self, buckets: Sequence[np.ndarray]) -> np.ndarray:
         bucket, where = self._packing.place(len(self._packing.specs) - 1)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hop_tf.keras_hook.optimizers import clipped, descent_of, learning_rate, loss_scale, unscaled, weight_decays
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.runtime.outer import dtype_of_sums
+from hop_tf.runtime.outer_optimizer import dtype_of_sums
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.tensors.finite import are_finite
 

@@ -1,4 +1,4 @@
-"""`Request` and `Configuration`: a worker's requests to parameter servers, and the state that they are to keep."""
+"""`ServerRequest` and `Configuration`: requests of a worker to parameter servers, and the state that servers keep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hop_tf.strategies.shat.shards import ShardView
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ServerRequest:
     """A request to some servers, each of which answers.
 
     Attributes:

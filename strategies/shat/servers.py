@@ -15,7 +15,7 @@ from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership import Interrupted, parse
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.strategies.shat.requests import Configuration, Request
+from hop_tf.strategies.shat.requests import Configuration, ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY
 from hop_tf.strategies.shat.shards import ShardView
@@ -107,19 +107,19 @@ class Servers:
 
     # Requests.
 
-    def call(self, request: Request) -> Answers:
+    def call(self, request: ServerRequest) -> Answers:
         """Sends a request to all its servers, and takes their answers as `receive` does."""
         for shard in request.shards:
             self.send(request, shard)
         return self.receive(request)
 
-    def send(self, request: Request, shard: ShardView, is_missing: bool = True) -> None:
-        """Sends a request to a server. For `is_missing` see `Request.message`."""
+    def send(self, request: ServerRequest, shard: ShardView, is_missing: bool = True) -> None:
+        """Sends a request to a server. For `is_missing` see `ServerRequest.message`."""
         self._has_entered = True
         header, payload = request.message(shard, is_missing)
         self._membership.send(shard.server, request.queue, header, payload, lane=BULK_LANE, step=request.step)
 
-    def receive(self, request: Request) -> Answers:
+    def receive(self, request: ServerRequest) -> Answers:
         """Takes the answers to a request that was sent. Sends the request again if it, or an answer, was lost.
 
         Blocks: until all servers have answered.
@@ -153,7 +153,7 @@ class Servers:
             self._retry_seconds = max(_RETRY_SECONDS, 2 * (monitor.now() - since))
         return answers
 
-    def _await(self, request: Request, since: float, retry_at: float) -> None:
+    def _await(self, request: ServerRequest, since: float, retry_at: float) -> None:
         """Waits until all answers are there, or something is to be sent again."""
         membership = self._membership
 
@@ -167,7 +167,7 @@ class Servers:
 
         membership.wait(awaited, operation=request.operation, step=request.step, since=since)
 
-    def _take(self, request: Request) -> tuple[Answers, dict[ShardView, bool]]:
+    def _take(self, request: ServerRequest) -> tuple[Answers, dict[ShardView, bool]]:
         """Takes all answers, if they are there.
 
         Returns:
@@ -194,19 +194,19 @@ class Servers:
             self._num_answered = reply.sequence
             shard.num_pushes, shard.clock = reply.num_pushes, reply.clock
 
-    def _absent(self, request: Request) -> list[ShardView]:
+    def _absent(self, request: ServerRequest) -> list[ShardView]:
         """The shards of servers that have not answered. The monitor must be held."""
         received = self._received[request.queue]
         return [s for s in request.shards if s.server not in received or not request.is_answer(received[s.server][0])]
 
-    def _lacking(self, request: Request) -> list[ShardView]:
+    def _lacking(self, request: ServerRequest) -> list[ShardView]:
         """The shards of servers that have answered that they lack the request. The monitor must be held."""
         received = self._received[request.queue]
         absent = self._absent(request)
         answered = [shard for shard in request.shards if shard not in absent]
         return [shard for shard in answered if getattr(received[shard.server][0], "is_missing", False)]
 
-    def _restarted_of(self, request: Request) -> set[int]:
+    def _restarted_of(self, request: ServerRequest) -> set[int]:
         """The servers of a request that were restarted. The monitor must be held."""
         return self._restarted & {shard.server for shard in request.shards}
 
@@ -237,8 +237,8 @@ class Servers:
         self.is_configured = True
         return answers
 
-    def _configure_request(self, shards: Sequence[ShardView], sources: Sequence[int] = ()) -> Request:
-        return Request(
+    def _configure_request(self, shards: Sequence[ShardView], sources: Sequence[int] = ()) -> ServerRequest:
+        return ServerRequest(
             queue=CONFIGURE,
             operation="receive state",
             message=lambda shard, is_missing: (b"", self._configuration(shard)),
@@ -284,9 +284,9 @@ class Servers:
         )
         if with_snapshot and without:
             raise HopError(
-                f"rank {self._membership.rank}: {', '.join(with_snapshot)} went on from a snapshot, and "
-                f"{', '.join(without)} found none: the model would be one half trained, the other new. Start the job "
-                "again when the missing snapshots are in their directory, or remove the others to begin anew."
+                f"rank {self._membership.rank}: {', '.join(with_snapshot)} resumed from a snapshot, and "
+                f"{', '.join(without)} found none: one part of the model would be trained, the other new. Restore the "
+                "missing snapshots, or remove the others to start over. Then start the job again."
             )
 
     def goes_on_with(self, server: int) -> bool:
@@ -320,7 +320,7 @@ class Servers:
         with self.giving_up_alone():
             self._configure_again(self._take_restarted(self.shards))
 
-    def reconfigure(self, request: Request) -> list[ShardView]:
+    def reconfigure(self, request: ServerRequest) -> list[ShardView]:
         """Configures the servers of a request again that were restarted. Blocks and raises as `configure` does.
 
         Args:
@@ -365,12 +365,12 @@ class Servers:
         rank, name = self._membership.rank, self.name(shard.server)
         if answer.num_assigned < shard.num_assigned:
             raise HopError(
-                f"rank {rank}: {name} was started again, and its snapshot is older than the model that it was given "
-                "before this `fit`. Start the job again."
+                f"rank {rank}: {name} was restarted, and its snapshot is older than the model that it got before this "
+                "`fit`. Start the job again."
             )
         num_lost = max(0, shard.num_pushes - answer.num_pushes)
         logging.warning(
-            "rank %d: %s was started again, and goes on from its snapshot of %d pushes. %d later ones that this rank "
+            "rank %d: %s was restarted, and resumes from its snapshot of %d pushes. %d later pushes that this rank "
             "knows of are lost.",
             *(rank, name, answer.num_pushes, num_lost),
         )
@@ -393,6 +393,6 @@ class Servers:
             lost = [shard for shard in self.shards if shard.server in self._restarted and not shard.has_snapshots]
         if lost:
             raise PeerLostError(
-                f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the "
-                "first push, and has lost that. Start the job again."
+                f"rank {self._membership.rank}: a parameter server was restarted right after it had answered the first "
+                "push, and has lost that push. Start the job again."
             )

@@ -150,7 +150,7 @@ class ShatSettings:
         if self.pushes == "steps" and use_ema(optimizer):
             raise ValueError(
                 "`pushes` must be 'gradients' with `use_ema`: the servers keep the averages of weights, and make no "
-                f"steps of the optimizer where workers push theirs. Received: pushes='steps' with {optimizer!r}."
+                f"steps of the optimizer if workers push their own steps. Received: pushes='steps' with {optimizer!r}."
             )
 
     def share(self, n: int) -> float:

@@ -18,7 +18,7 @@ from hop_tf.keras_hook.optimizers import (
 )
 from hop_tf.membership import Membership
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.strategies.shat.requests import Configuration, Request
+from hop_tf.strategies.shat.requests import Configuration, ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import wire
 from hop_tf.strategies.shat.server.server import ASSIGN, BEGIN, PULL, RETIRE
@@ -115,7 +115,7 @@ class GroupState:
         self._num_pulls += 1
         number, session = self._num_pulls, self._servers.session if after_offers else 0
         header = pb.Pull(group=self._context.group, number=number, session=session).SerializeToString()
-        request = Request(
+        request = ServerRequest(
             queue=PULL,
             operation="receive state",
             message=lambda shard, is_missing: (header, ()),

@@ -267,7 +267,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         return ShatExchange(context, self._settings, self.training.shares, self._tell)
 
     def make_algorithm(self, group: Group) -> ShatAlgorithm:
-        return ShatAlgorithm(group, self._settings, self.training.worker, self.training.shares)
+        return ShatAlgorithm(group, self._settings, self.training.runtime, self.training.shares)
 
     def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
         del trained
@@ -275,19 +275,19 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         return [TensorSpec("hop_tf/beside", (size,), tf.float32, exact=True)]
 
     def check_new_group(self) -> None:
-        if self.training.worker.has_joined_at_once:
+        if self.training.runtime.has_joined_at_once:
             raise ValueError(
-                "to join a running job after a restart, a step must update by one optimizer only: what makes a second "
-                "one alike on all ranks, the others have done already. Start the whole job again."
+                "to join a running job after a restart, a step must use one optimizer only, because the others have "
+                "synchronized the second one already. Start the whole job again."
             )
 
     def begin_training(self, algorithms: Sequence[ShatAlgorithm]) -> None:
         for algorithm in algorithms:
             algorithm.served.offer()
-        if self.training.worker is None:
+        if self.training.runtime is None:
             return
         if self.is_chief:
-            announce_offers(self.training.worker.membership)
+            announce_offers(self.training.runtime.membership)
             if not self._settings.keeps_own_models:  # With "ensemble", rank 0's model is not the servers' yet.
                 return
         # If groups have variables in common, the group that was trained last has their values.

@@ -378,7 +378,7 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(codecs.TopK(values="bits2").selected().dense, codecs.Bits4())
 
     @parameterized.parameters(
-        (0, np.uint64, 70_001, "header tells of 70001 values"),
+        (0, np.uint64, 70_001, "header announces 70001 values"),
         (8, np.uint64, 2**63, "indices are malformed"),
         (8, np.uint64, 2, "indices are malformed"),
         (16, np.uint64, 2**64 - 1, "indices are cut off"),
@@ -397,7 +397,9 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual(data[16:24].view(np.uint64), [7])
         self.assertAllEqual(data[30:31], [0b11 | 1 << 6])
         data[where : where + np.dtype(dtype).itemsize].view(dtype)[0] = value
-        with self.assertRaisesRegex(ValueError, rf"`data` must be what Sparse\(.* 70000 .* 76 bytes, whose {problem}"):
+        with self.assertRaisesRegex(
+            ValueError, rf"`data` must be 70000 values in the format of Sparse\(.* 76 bytes, whose {problem}"
+        ):
             codecs.Sparse().decode(self.received(data), np.empty(70_000, np.float32))
 
     @parameterized.parameters(0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)

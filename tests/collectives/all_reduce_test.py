@@ -273,7 +273,7 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.object(all_reduce.Operation, "send", send_too_little):
             job.run(lambda rank: 3, may_fail=True)
         messages = [str(error) for error in job.errors.values()]
-        self.assertTrue(any("in step 1 a part of the mean 'test' could not be decoded" in each for each in messages))
+        self.assertTrue(any("cannot decode a part of the mean 'test' in step 1" in each for each in messages))
         self.assertCountEqual(job.errors, range(3))
         self.assertEqual(max(step for _, step in job.means), 0)
 

@@ -68,7 +68,7 @@ class AdaptedLayersTest(tf.test.TestCase, parameterized.TestCase):
         error = str(raised.exception)
         self.assertIn(f"the layer 'of_rows' ({kind.__name__}) has another table on rank 1 than on rank 0: ", error)
         self.assertIn(difference, error)
-        self.assertIn("`adapt` on the same data on all ranks. Or give all ranks the table of one: ", error)
+        self.assertIn("`adapt` with the same data on all ranks. Or give all ranks the table of one rank: ", error)
 
     @parameterized.parameters(*(name for name in MEMBERS if name != "pipe_sgd"))
     @pytest.mark.slow(after=2)

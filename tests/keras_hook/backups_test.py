@@ -172,7 +172,8 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
         with (
             self.assertLogs("absl", "WARNING"),
             self.assertRaisesRegex(
-                OSError, f"no backup in {self.folder} is whole: backup_3, backup_2. Remove the folder to begin anew"
+                OSError,
+                f"all backups in {self.folder} are damaged: backup_3, backup_2. Remove the directory to start over",
             ),
         ):
             _fit(self.make())
@@ -189,9 +190,9 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(epochs, [1, 2, 3])
         self.assertLen(logs.output, 2)  # After the epochs 1 and 2.
         for line in logs.output:
-            self.assertIn(f"The backup in {self.folder} cannot be written: ", line)
+            self.assertIn(f"Cannot write the backup in {self.folder}: ", line)
             self.assertIn("No space left on device", line)
-            self.assertIn("Training goes on; the former backup stays.", line)
+            self.assertIn("Training continues; the previous backup stays.", line)
         self.assertEqual(self.names(), ["backup_1", "backup_2"])
         metadata = json.loads((self.folder / "backup_2" / "training_metadata.json").read_text())
         self.assertEqual(metadata["epoch"], _NUM_EPOCHS)
@@ -205,7 +206,7 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
             _, epochs = _fit(self.make(delete_checkpoint=False))
         self.assertEqual(epochs, list(range(_NUM_EPOCHS)))
         self.assertLen(logs.output, _NUM_EPOCHS)
-        self.assertIn("No space left on device. Training goes on; there is no backup yet.", logs.output[0])
+        self.assertIn("No space left on device. Training continues; there is no backup yet.", logs.output[0])
         self.assertEmpty(self.names())
 
     def test_a_second_end_in_the_epoch_that_training_went_on_with_loses_no_epoch(self):
@@ -221,7 +222,9 @@ class AtomicBackupAndRestoreTest(tf.test.TestCase, parameterized.TestCase):
         self.assert_goes_on_from(2)
 
     def test_refuses_addresses(self):
-        with self.assertRaisesRegex(ValueError, "`backup_dir` must be a folder of a file system. Received: .*gs://a"):
+        with self.assertRaisesRegex(
+            ValueError, "`backup_dir` must be a directory in a file system, not a URL. Received: .*gs://a"
+        ):
             AtomicBackupAndRestore("gs://a/b")
 
 
@@ -257,14 +260,14 @@ class KerasBackupsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaises(_StopsError):
             self.fit(_StopAt(2))
         path = self.damage(name, how)
-        with self.assertRaisesRegex(OSError, f"cannot restore from {self.folder}: {path} is damaged.* to begin anew"):
+        with self.assertRaisesRegex(OSError, f"cannot restore from {self.folder}: {path} is damaged.* to start over"):
             self.fit()
 
     def test_weights_without_an_epoch_are_an_error(self):
         with self.assertRaises(_StopsError):
             self.fit(_StopAt(2))
         (self.folder / "training_metadata.json").unlink()
-        with self.assertRaisesRegex(OSError, "latest.weights.h5 is there without .*training_metadata.json"):
+        with self.assertRaisesRegex(OSError, "latest.weights.h5 exists without .*training_metadata.json"):
             self.fit()
 
     @parameterized.parameters("latest.weights.h5", "training_metadata.json")
@@ -276,7 +279,7 @@ class KerasBackupsTest(tf.test.TestCase, parameterized.TestCase):
         self.damage(name, lambda whole: whole[: len(whole) // 2])
         with self.assertLogs("absl", "WARNING") as logs:
             _, epochs = self.fit(double_checkpoint=True)
-        self.assertIn(f"goes on from the former backup: {self.folder}/{name} is damaged", logs.output[0])
+        self.assertIn(f"resumes from the previous backup: {self.folder}/{name} is damaged", logs.output[0])
         self.assertEqual(epochs, [2, 3])
 
 

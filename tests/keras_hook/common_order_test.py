@@ -120,7 +120,7 @@ class CommonOrderTest(tf.test.TestCase, parameterized.TestCase):
         options.deterministic = False
         with self.assertLogs(level="WARNING") as logs:
             in_common_order(make().with_options(options), 1, takes_slices=True)
-        self.assertIn(f"by {name}: ranks train on slices", logs.output[0])
+        self.assertIn(f"because of {name}. Each rank trains on its slice", logs.output[0])
 
     def test_order(self):
         self.assertEqual(order_of(_shuffled(seed=1).batch(2)), order_of(_shuffled(seed=1)))

@@ -75,7 +75,7 @@ class KerasTunerTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsInstance(raised.exception, keras_tuner.errors.FatalError)
 
     def test_one_directory_for_all_ranks_ends_the_search(self):
-        with self.assertRaisesRegex(HopError, "`directory` of a tuner must be another one on each rank"):
+        with self.assertRaisesRegex(HopError, "`directory` of a tuner must be different on each rank"):
             self.search("pipe_sgd", seed=lambda rank: 1, directory=lambda rank: self.folder)
 
     def test_an_error_of_the_job_ends_the_search(self):

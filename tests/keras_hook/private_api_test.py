@@ -44,7 +44,7 @@ from hop_tf.keras_hook import (
     random_streams,
     updates,
 )
-from hop_tf.runtime.training import TrainingRun
+from hop_tf.runtime.fit_loop import FitLoop
 
 
 def _parameters(function):
@@ -444,7 +444,7 @@ class OptimizerTest(tf.test.TestCase, parameterized.TestCase):
             on_train_batch_begin=lambda batch, logs: events.append("step"),
         )
         callbacks = keras.callbacks.CallbackList([mine], add_history=True, model=model)
-        with mock.patch.object(TrainingRun, "begin_training", lambda self, model: events.append("begin")):
+        with mock.patch.object(FitLoop, "begin_training", lambda self, model: events.append("begin")):
             for _ in range(2):
                 given = [mine] if as_list else callbacks
                 model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0, callbacks=given)
@@ -461,7 +461,7 @@ class StepTraceTest(tf.test.TestCase, parameterized.TestCase):
             model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse", run_eagerly=run_eagerly)
         seen = []
-        with mock.patch.object(TrainingRun, "enter_step", lambda self, trace: seen.append(trace.model)):
+        with mock.patch.object(FitLoop, "enter_step", lambda self, trace: seen.append(trace.model)):
             model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
             self.assertTrue(seen)
             self.assertTrue(all(each is model for each in seen))

@@ -24,12 +24,12 @@ def _make_strategy(cluster_resolver):
     )
 
 
-def _step(self, outgoing, step=HopExchange.step):
+def _step(self, request, step=HopExchange.step):
     """The straggler jumps in its last step, beyond the end of `fit`; it is never behind enough to jump by itself."""
-    incoming = step(self, outgoing)
+    result = step(self, request)
     last = (1, _NUM_STEPS - 1, REDUCTION)
-    jumps = self._rank == _STRAGGLER and (self._queue.session, outgoing.step, outgoing.segment) == last
-    return dataclasses.replace(incoming, num_skipped=2) if jumps else incoming
+    jumps = self._rank == _STRAGGLER and (self._queue.session, request.step, request.segment) == last
+    return dataclasses.replace(result, num_skipped=2) if jumps else result
 
 
 def _fit_twice(strategy):
@@ -66,11 +66,11 @@ class _Rows(keras.metrics.Metric):
         return tf.identity(self.number)
 
 
-def _pass_over_an_epoch(self, outgoing, step=HopExchange.step):
+def _pass_over_an_epoch(self, request, step=HopExchange.step):
     """The straggler jumps over the second epoch."""
-    incoming = step(self, outgoing)
-    jumps = self._rank == _STRAGGLER and (outgoing.step, outgoing.segment) == (_NUM_STEPS - 1, REDUCTION)
-    return dataclasses.replace(incoming, num_skipped=_NUM_STEPS) if jumps else incoming
+    result = step(self, request)
+    jumps = self._rank == _STRAGGLER and (request.step, request.segment) == (_NUM_STEPS - 1, REDUCTION)
+    return dataclasses.replace(result, num_skipped=_NUM_STEPS) if jumps else result
 
 
 class EpochTest(tf.test.TestCase, parameterized.TestCase):
@@ -113,7 +113,7 @@ class RefusedTest(tf.test.TestCase, parameterized.TestCase):
             x = np.ones((4, 1), "float32")
             if fits_before:
                 model.fit(x, x, batch_size=4, verbose=0)
-            with self.assertRaisesRegex(ValueError, "or of `train_on_batch`, cannot be passed over|in no session"):
+            with self.assertRaisesRegex(ValueError, "and `train_on_batch` cannot|outside of any session"):
                 model.train_on_batch(x[:2], x[:2])
 
         InProcessCluster(2, lambda cluster_resolver: make_strategy(cluster_resolver=cluster_resolver)).run(train)

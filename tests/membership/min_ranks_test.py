@@ -90,7 +90,7 @@ class MinRanksTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertIsNone(error)
             else:
                 self.assertRegex(
-                    str(error), f"ranks .* were not heard for 10 s.* {len(sides[1])} of .* one that is cut off"
+                    str(error), f"ranks .* sent nothing for 10 s.* {len(sides[1])} of .* network of this rank"
                 )
 
     @parameterized.parameters(([(0, 1), (2, 3, 4)], 3), ([(0,), (1, 2)], 2), ([(0, 1), (2, 3)], 3))
@@ -105,12 +105,12 @@ class MinRanksTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertBetween(lost_at[rank], _CUT_AT + 2.0, _CUT_AT + 3.0)
                 else:
                     self.assertNotIn(rank, lost_at)
-                    self.assertRegex(str(errors[rank]), "were not heard for 10 s")
+                    self.assertRegex(str(errors[rank]), "sent nothing for 10 s")
 
     def test_who_hears_enough_goes_on_where_one_cannot_speak(self):
         errors = _train([(2,), (0, 1)], 2, one_way=True)
         self.assertEqual([errors[0], errors[1]], [None, None])
-        self.assertRegex(str(errors[2]), "the others went on without this rank")
+        self.assertRegex(str(errors[2]), "the other ranks continued without this rank")
 
     def test_ranks_that_have_failed_are_missing_too(self):
         errors = _train([(0, 1, 2, 3)], 3, leaves=(1, 2))
@@ -121,7 +121,7 @@ class MinRanksTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         ({"min_ranks": 0, "on_peer_loss": "continue"}, "`min_ranks` must be an integer of at least 1"),
-        ({"min_ranks": 2}, "pass on_peer_loss='continue'. Received: min_ranks=2."),
+        ({"min_ranks": 2}, "unless on_peer_loss='continue': .* Received: min_ranks=2."),
     )
     def test_what_is_refused(self, settings, text):
         with self.assertRaisesRegex(ValueError, text):

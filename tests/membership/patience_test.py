@@ -72,8 +72,8 @@ class OptionTest(parameterized.TestCase):
     )
     def test_what_is_refused(self, make):
         for settings, text in (
-            ({"patience_seconds": 5}, "`patience_seconds` must be None where all ranks raise"),
-            ({"patience_seconds": 5, "on_peer_loss": "raise"}, "pass on_peer_loss='continue'. Received: pat.*=5."),
+            ({"patience_seconds": 5}, "`patience_seconds` must be None unless on_peer_loss='continue'"),
+            ({"patience_seconds": 5, "on_peer_loss": "raise"}, "all ranks raise if one is lost. Received: pat.*=5."),
             ({"patience_seconds": 60, "on_peer_loss": "continue"}, "less than the `timeout_seconds` .*, 60, or None"),
             ({"patience_seconds": 0.4, "on_peer_loss": "continue"}, "at least 0.5, .* Received: patience_seconds=0.4"),
             ({"patience_seconds": "5", "on_peer_loss": "continue"}, "must be a number of seconds"),

@@ -279,7 +279,7 @@ class RecorderTest(parameterized.TestCase):
                 self.assertFalse(made.is_on)
                 made.close()
         (line,) = logs.output
-        self.assertIn(f"the files in {self.directory}/rank_0 (`log_dir`) cannot be written to: ", line)
+        self.assertIn(f"Cannot write to the files in {self.directory}/rank_0 (`log_dir`): ", line)
         self.assertNotIn("hop_tf records", [thread.name for thread in threading.enumerate()])
 
 

@@ -129,7 +129,7 @@ class SumsTest(parameterized.TestCase):
         with self.assertLogs(level="WARNING") as logs:
             self.assertEqual(_agree(*ranks)[0], [107] * 3)
         self.assertLen(logs.output, 1)
-        self.assertIn("rank 1: ranks have not assigned the same", logs.output[0])
+        self.assertIn("rank 1: ranks have assigned different values", logs.output[0])
         second.assign(50).add(1), first.add(3)
         with self.assertLogs(level="WARNING") as logs:
             self.assertEqual(_agree(*ranks)[0], [51] * 3)
@@ -169,7 +169,7 @@ class SumsTest(parameterized.TestCase):
 
     def test_another_model(self):
         first, second = _Rank(0), _Rank(1, [0, 0])
-        with self.assertRaisesRegex(MismatchError, "states of other sizes"):
+        with self.assertRaisesRegex(MismatchError, "states have different sizes"):
             _agree(first, second)
 
 

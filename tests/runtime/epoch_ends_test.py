@@ -189,7 +189,9 @@ class MetricsTest(parameterized.TestCase):
                 ).run()
             self.assertEqual(_losses(job), [[50.5, 50.5, 37.0], [10.0, 37.0], [50.5, 50.5, 37.0]])
             self.assertLen(logs.records, 3)
-        self.assertIn("rank 1: metrics are not averaged over all ranks. This one has ended an epoch after 6", str(logs))
+        self.assertIn(
+            "rank 1: metrics are not averaged over all ranks. This rank has ended an epoch after 6", str(logs)
+        )
 
     def test_an_epoch_without_a_step(self):
         job = _Job(lambda fit, rank: fit.fit([2, 0, 2]), 2, 0).run()

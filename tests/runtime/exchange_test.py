@@ -13,7 +13,7 @@ from absl.testing import parameterized
 from hop_tf.errors import HopError, PeerLostError
 from hop_tf.membership import Interrupted, LeftBehind
 from hop_tf.records import Kind, make_recorder
-from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner, Incoming
+from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner, Result
 from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.packing import Packing, TensorSpec
 
@@ -32,15 +32,15 @@ class FakeExchange(Exchange):
     def reset(self, session):
         self.steps.clear()
 
-    def step(self, outgoing):
-        self.steps.append(outgoing.step)
-        self.arrays.extend(weakref.ref(bucket) for bucket in outgoing.buckets)
-        behave = self.behaviors.pop(outgoing.step, None)
+    def step(self, request):
+        self.steps.append(request.step)
+        self.arrays.extend(weakref.ref(bucket) for bucket in request.buckets)
+        behave = self.behaviors.pop(request.step, None)
         answer = behave() if behave is not None else None
-        return answer or Incoming(outgoing.step, outgoing.segment, tuple(2 * bucket for bucket in outgoing.buckets))
+        return answer or Result(request.step, request.segment, tuple(2 * bucket for bucket in request.buckets))
 
-    def no_op(self, outgoing):
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
+    def no_op(self, request):
+        return Result(request.step, request.segment, tuple(np.zeros_like(bucket) for bucket in request.buckets))
 
     @property
     def sent_rounds(self):
@@ -168,7 +168,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.exchange.behaviors[0] = _raise(ValueError("broken"))
         with self.assertRaises(tf.errors.InvalidArgumentError):
             self.run_step(0)
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertAllEqual(self.run_step(1)[0], 2 * _VALUES[0])
 
     def test_after_a_failure_the_scheme_is_asked_for_nothing_more(self):
@@ -201,22 +201,22 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
             factor = 2 if step == 0 else 0
             self.assertAllEqual(self.run_step(step)[0], factor * _VALUES[0])
         self.assertEqual(self.exchange.steps, [0, 1])
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.exchange.reset(2)
         self.assertAllEqual(self.run_step(0)[0], 2 * _VALUES[0])
 
     def test_a_result_of_another_step_is_refused(self):
-        self.exchange.behaviors[4] = lambda: Incoming(3, 0, _VALUES)
+        self.exchange.behaviors[4] = lambda: Result(3, 0, _VALUES)
         with self.assertRaises(tf.errors.InvalidArgumentError):
             self.run_step(4)
 
     def test_a_result_of_another_segment_is_refused(self):
-        self.exchange.behaviors[4] = lambda: Incoming(4, 1, _VALUES)
+        self.exchange.behaviors[4] = lambda: Result(4, 1, _VALUES)
         with self.assertRaises(tf.errors.InvalidArgumentError):
             self.run_step(4)
 
     def test_the_result_may_come_with_a_later_segment(self):
-        self.exchange.step = lambda outgoing: Incoming(0, 1, _VALUES) if outgoing.segment else None
+        self.exchange.step = lambda request: Result(0, 1, _VALUES) if request.segment else None
         self.submit(tf.constant(0, tf.int64))
         self.runner.submit(tf.constant(0, tf.int64), 1, [tf.constant(value) for value in _VALUES])
         buckets, _ = self.runner.collect(tf.constant(0, tf.int64), 1, (16, 8))
@@ -226,38 +226,38 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
     def test_who_catches_up_is_answered(self, found, expected):
         """Also if the exchange has no result for interrupted steps. A rank that was left behind skips a step."""
         self.joining.is_to_begin_again = isinstance(found, LeftBehind)
-        self.exchange.no_op = lambda outgoing: None
+        self.exchange.no_op = lambda request: None
         self.joining.catch_up.side_effect = [found]
         self.runner.submit(tf.constant(1, tf.int64), CATCH_UP, [tf.zeros([0], value.dtype) for value in _VALUES])
         _, num_skipped = self.runner.collect(tf.constant(1, tf.int64), CATCH_UP, (0, 0))
         self.assertEqual(int(num_skipped), expected)
 
-    def test_quiesce_waits_for_what_was_submitted(self):
+    def test_drain_waits_for_what_was_submitted(self):
         released = threading.Event()
         self.exchange.behaviors[0] = lambda: released.wait(_DEADLINE_SECONDS) and None
         self.submit(tf.constant(0, tf.int64))
-        with self.assertRaisesRegex(HopError, "did not come to rest"):
-            self.runner.quiesce(timeout_seconds=0.0)
+        with self.assertRaisesRegex(HopError, "did not drain in time"):
+            self.runner.drain(timeout_seconds=0.0)
         released.set()
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertEqual(self.exchange.steps, [0])
 
-    def test_quiesce_drops_what_nobody_took(self):
+    def test_drain_drops_what_nobody_took(self):
         for step in range(3):
             self.submit(tf.constant(step, tf.int64))
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.exchange.reset(2)
         self.assertAllEqual(self.run_step(0)[0], 2 * _VALUES[0])
         self.assertEqual(self.exchange.steps, [0])
 
-    def test_quiesce_after_close_returns(self):
+    def test_drain_after_close_returns(self):
         self.runner.close()
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
 
     def test_arrays_are_not_kept(self):
         """A step's parameters must not stay in memory until the next step's arrive."""
         self.run_step(0)
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertEqual([reference() for reference in self.exchange.arrays], [None, None])
 
     def test_close_ends_the_thread(self):
@@ -329,10 +329,10 @@ class ThreadsTest(tf.test.TestCase):
         failed = threading.Event()
 
         class Late(ExchangeRunner):
-            def _answer(self, number, outgoing, *arguments):
-                if outgoing.step == 0:
+            def _answer(self, number, request, *arguments):
+                if request.step == 0:
                     failed.wait(_DEADLINE_SECONDS)
-                super()._answer(number, outgoing, *arguments)
+                super()._answer(number, request, *arguments)
 
         def on_error(error):
             self.errors.append(error)
@@ -365,15 +365,15 @@ class ThreadsTest(tf.test.TestCase):
                 self.collect(step)
         self.assertLen(self.errors, 1)
 
-    def test_quiesce_waits_for_all(self):
+    def test_drain_waits_for_all(self):
         release = threading.Event()
         self.exchange.behaviors = {step: lambda: release.wait(_DEADLINE_SECONDS) and None for step in range(3)}
         for step in range(3):
             self.submit(step)
-        with self.assertRaisesRegex(HopError, "did not come to rest"):
-            self.runner.quiesce(0.2)
+        with self.assertRaisesRegex(HopError, "did not drain in time"):
+            self.runner.drain(0.2)
         release.set()
-        self.runner.quiesce(_DEADLINE_SECONDS)
+        self.runner.drain(_DEADLINE_SECONDS)
         self.assertCountEqual(self.exchange.steps, [0, 1, 2])
         self.submit(0)
         self.assertAllEqual(self.collect(0), np.zeros(16))

@@ -16,7 +16,7 @@ from hop_tf.membership import LeftBehind
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.autotuning import Autotuner, Pace
 from hop_tf.runtime.averaging_exchange import AveragingExchange
-from hop_tf.runtime.exchange import Incoming, Outgoing
+from hop_tf.runtime.exchange import Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
@@ -58,8 +58,8 @@ class _InTurn(AveragingExchange):
         place, lead = _PACKING.place(1), schedule.num_slots
         super().__init__(context, algorithm=algorithm, admissions=admissions, votes_place=place, lead=lead)
 
-    def step(self, outgoing):
-        return Incoming(outgoing.step, 0, tuple(self.mean(outgoing.step, outgoing.buckets, decides_of=outgoing.step)))
+    def step(self, request):
+        return Result(request.step, 0, tuple(self.mean(request.step, request.buckets, decides_of=request.step)))
 
 
 def _at_the_same_time(context, algorithm, schedule):
@@ -180,7 +180,7 @@ class _Rank(State):
         self._meet_at = 0
         self._exchange = None
         self._takes_part = False
-        self._num_steps_under_way = 0
+        self._num_steps_in_flight = 0
 
     @property
     def name(self):
@@ -228,7 +228,7 @@ class _Rank(State):
 
     def _begin_again(self, error):
         """Prepares a rank that was left behind to join again, as `fit` does between two steps."""
-        while self._num_steps_under_way:
+        while self._num_steps_in_flight:
             self._monitor.wait(0.0)
         self._job.dead.add(self.name)
         self._was_restarted, self._takes_part = True, False
@@ -258,7 +258,7 @@ class _Rank(State):
             self._job.widths.add(self._schedule.delay + 1)
             has_ended, ended = self._schedule.ended(step)
             if has_ended:
-                self._hand_out(ended)
+                self._submit(ended)
             is_due, due = self._schedule.due(step)
             if is_due and self._merge_until(due + 1) not in (None, self._schedule.delay + 1):
                 self._begin_windows(step, ended + 1)
@@ -274,35 +274,35 @@ class _Rank(State):
         if self._job.chooses:
             self._schedule = _SETTINGS.schedule_of(width or self._width, step, window)
 
-    def _hand_out(self, window):
+    def _submit(self, window):
         (bucket,) = self._job.packing.zeros()
         _, where = _PACKING.place(0)
         own = np.zeros((_NUM_RANKS, _MAX_PROCESSES))
         own[self.name] = 1
         bucket[where] = own.reshape(-1)
-        step = functools.partial(self._step, Outgoing(window, 0, (bucket,)))
-        self._num_steps_under_way += 1
+        step = functools.partial(self._step, Request(window, 0, (bucket,)))
+        self._num_steps_in_flight += 1
         if self._exchange.num_threads == 1:
             step()
         else:
             self._job.cluster.start_thread(self._rank, f"window {window}", step)
 
-    def _step(self, outgoing):
+    def _step(self, request):
         try:
-            self._make_step(outgoing)
+            self._make_step(request)
         except LeftBehind:
             if self._exchange.num_threads == 1:
                 raise
         finally:
-            self._num_steps_under_way -= 1
+            self._num_steps_in_flight -= 1
             self._monitor.notify_all()
 
-    def _make_step(self, outgoing):
-        self._joining.at_step(self._exchange.steps_of(outgoing.step)[-1])
-        (mean,) = self._exchange.step(outgoing).buckets
+    def _make_step(self, request):
+        self._joining.at_step(self._exchange.steps_of(request.step)[-1])
+        (mean,) = self._exchange.step(request).buckets
         _, where = _PACKING.place(0)
-        self._job.means.setdefault(self.name, {})[outgoing.step] = mean[where].reshape(self._merged.shape).copy()
-        self._results[outgoing.step] = mean
+        self._job.means.setdefault(self.name, {})[request.step] = mean[where].reshape(self._merged.shape).copy()
+        self._results[request.step] = mean
 
     def _merge_until(self, end):
         (_, where), (_, where_votes) = _PACKING.place(0), _PACKING.place(1)
@@ -457,7 +457,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
                 job.kill_before_event(event, ranks[0], reaches[0], restart_seconds=0.001, load_seconds=0.02)
                 job.kill_before_event(later, ranks[1], reaches[1], load_seconds=0.005 * (later % 3))
                 num_joined += self.check(job.run())
-                self.assertNotIn("takes all ranks", str(job.errors))
+                self.assertNotIn("needs all ranks", str(job.errors))
         self.assertGreater(num_joined, 0)
 
     @parameterized.product(part=list(range(_NUM_PARTS)), kind=list(_KINDS))
@@ -531,7 +531,7 @@ class LockStepJoiningTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(self.check(job.run()), 0)
         (error,) = job.errors
         self.assertIsInstance(error, MismatchError)
-        self.assertRegex(str(error), "rank 2 was started again and cannot join: rank . trains another model")
+        self.assertRegex(str(error), "rank 2 was restarted and cannot join: rank . trains another model")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class ProfilingTest(tf.test.TestCase, parameterized.TestCase):
     def test_needs_a_directory(self):
         with self.assertLogs("absl", "WARNING") as logs:
             hop_tf.HopStrategy().shutdown()
-        self.assertIn("no step is profiled: CommunicationOptions(log_dir=...) says where to", logs.output[0])
+        self.assertIn("cannot profile steps without a directory: set CommunicationOptions(log_dir=...)", logs.output[0])
 
     def test_the_launcher_passes_it_on(self):
         arguments = make_parser("launch").parse_args(["--num_workers=2", "--profile_steps=10:12", __file__])

@@ -80,7 +80,9 @@ class RatesTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllClose(mine, plain, rtol=1e-4, atol=1e-5)
         warnings = [line for line in logs.output if "the learning rate of rank 1 in step" in line]
         self.assertLen(warnings, 1)
-        self.assertRegex(warnings[0], "is [0-9.]+, that of rank 0 is [0-9.]+: .* rank 1 takes that of rank 0")
+        self.assertRegex(
+            warnings[0], "is [0-9.]+, that of rank 0 is [0-9.]+. .* rank 1 uses the learning rate of rank 0"
+        )
         if callback == "assigns":
             self.assertEqual(rate, rate_there)
 

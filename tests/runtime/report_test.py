@@ -274,8 +274,8 @@ class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
                 writer.write()
             writer.close()
         (line,) = logs.output
-        self.assertIn(f"the files in {self.directory}/rank_3 (`log_dir`) cannot be written to: ", line)
-        self.assertIn(f"{reason}. Training goes on.", line)
+        self.assertIn(f"Cannot write to the files in {self.directory}/rank_3 (`log_dir`): ", line)
+        self.assertIn(f"{reason}. Training continues, without", line)
         self.assertNotIn("hop_tf report", [thread.name for thread in threading.enumerate()])
 
     def test_a_directory_that_cannot_be_made_is_a_warning(self):
@@ -286,7 +286,7 @@ class ReportWriterTest(tf.test.TestCase, parameterized.TestCase):
             writer.write()
             writer.close()
         (line,) = logs.output
-        self.assertIn(f"{path} is not a directory. Training goes on.", line)
+        self.assertIn(f"{path} is not a directory. Training continues, without", line)
 
     def test_goes_on_after_a_report_that_fails(self):
         self.enter_context(mock.patch.object(self, "report", side_effect=self._fail))

@@ -166,7 +166,7 @@ class SynchronousTest(tf.test.TestCase, parameterized.TestCase):
                 run(batch, tf.constant(min(_BATCH_SIZE, _NUM_ROWS - number * _BATCH_SIZE)))
             kernel = model.get_weights()[0]
             if strategy.rank == 0:
-                membership = strategy.training.worker.membership
+                membership = strategy.training.runtime.membership
                 self.assertTrue(membership.wait_until(lambda: membership.departure(1), 60.0))
                 run((x[:75], y[:75]), tf.constant(100))
             strategy.shutdown()
@@ -410,7 +410,7 @@ class AutomaticTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_custom_loop_and_data_of_a_function_have_no_automatic_shares(self):
         def train(strategy):
-            with self.assertRaisesRegex(ValueError, "`batch_shares` must be a list, or None, where a function makes"):
+            with self.assertRaisesRegex(ValueError, "`batch_shares` must be a list or None if a function makes"):
                 strategy.distribute_datasets_from_function(lambda context: tf.data.Dataset.range(4))
             return strategy.batch_shares
 
@@ -488,7 +488,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             with strategy.scope():
                 model = keras.Sequential([keras.layers.Dense(1)])
             model.compile("sgd", "mse")
-            with self.assertRaisesRegex(ValueError, "`batch_shares` must be None where values travel as float16"):
+            with self.assertRaisesRegex(ValueError, "`batch_shares` must be None if values travel as float16"):
                 model.fit(np.ones((8, 2)), np.ones((8, 1)), batch_size=8, verbose=0)
 
         Member(make).run(train, batch_shares=_SHARES, codec=hop_tf.codecs.Identity(dtype="float16"))
@@ -503,9 +503,9 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             cluster = tf.distribute.cluster_resolver.SimpleClusterResolver(
                 tf.train.ClusterSpec({"worker": ["localhost:1", "localhost:2"]}), task_type="worker", task_id=0
             )
-            with mock.patch("hop_tf.strategy.Worker") as worker:
+            with mock.patch("hop_tf.strategy.RankRuntime") as runtime:
                 make(cluster).shutdown()
-            identities.append(worker.call_args.kwargs["identity"]["option batch_shares"])
+            identities.append(runtime.call_args.kwargs["identity"]["option batch_shares"])
         self.assertEqual(identities, ["None", "(3, 1)", "auto"])
 
     def test_servers_compare_them(self):

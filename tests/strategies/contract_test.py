@@ -462,7 +462,7 @@ class ContractTest(_OfAllMembers):
     @pytest.mark.slow(after=1)
     def test_ways_to_run_steps(self, name, how):
         if _kind(name) == "canary" and how.get("run_eagerly"):
-            self.skipTest("What is late cannot be passed over in eager steps: its synchronous form is tested.")
+            self.skipTest("What is late cannot be skipped in eager steps: its synchronous form is tested.")
         if MEMBERS[name].num_devices > 1 and how.get("run_eagerly"):
             self.skipTest(
                 "TensorFlow mixes up threads in eager steps on logical devices: see `contract_processes_test.py`."
@@ -576,7 +576,7 @@ class ContractTest(_OfAllMembers):
         """An exception has the effects of a lost rank: all raise, or the others go on and say so."""
 
         def train(strategy):
-            membership = strategy.training.worker.membership
+            membership = strategy.training.runtime.membership
 
             def check(batch, logs):
                 if strategy.rank == 1:
@@ -607,7 +607,7 @@ class ContractTest(_OfAllMembers):
         """A warning names the rank that sends such values first. On request they are an error on all ranks."""
 
         def train(strategy, waits=False):
-            membership = strategy.training.worker.membership
+            membership = strategy.training.runtime.membership
 
             def wait(batch, logs):  # Otherwise rank 0 might end before rank 1 fails.
                 if waits and (strategy.rank, batch) == (0, 3):
@@ -671,7 +671,7 @@ class ContractTest(_OfAllMembers):
             if averages_gradients:
                 self.assertIsNone(error)
             else:
-                self.assertRegex(str(error), "Ftrl computes weights anew from what it remembers")
+                self.assertRegex(str(error), "Ftrl recomputes weights from its own state")
 
     @_all_members
     @pytest.mark.stress(but=2)
@@ -707,9 +707,11 @@ class ContractTest(_OfAllMembers):
 
         for errors in self.run_ranks(name, train):
             for error in errors[:4]:
-                self.assertRegex(str(error), r"updated variables outside of `strategy.run`: nothing would be exchanged")
+                self.assertRegex(
+                    str(error), r"updated variables outside of `strategy.run`, so this rank would train alone"
+                )
             for error in errors[4:]:
-                self.assertRegex(str(error), r"SGD, which is asked for an update, was made outside of the scope")
+                self.assertRegex(str(error), r"SGD, which is asked for an update, was created outside of the scope")
 
     @_all_members
     def test_a_forgotten_scope_is_refused(self, name):
@@ -719,7 +721,7 @@ class ContractTest(_OfAllMembers):
             return error_of(_fit, model)
 
         for error in self.run_ranks(name, train):
-            self.assertRegex(str(error), "`fit` was called on a model that was made outside of the scope")
+            self.assertRegex(str(error), "`fit` was called on a model that was created outside of the scope")
 
     # A world of one.
 

@@ -34,8 +34,8 @@ from hop_tf.membership import Interrupted
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime import AveragingExchange
 from hop_tf.runtime.autotuning import Autotuner, Pace
-from hop_tf.runtime.averaging import LateChanges
-from hop_tf.runtime.exchange import Exchange, Outgoing
+from hop_tf.runtime.deltas import DeltaTracker
+from hop_tf.runtime.exchange import Exchange, Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.runtime.ways import Way
@@ -145,7 +145,7 @@ class Training(abc.ABC):
             start_thread=functools.partial(self.run.cluster.start_thread, self.rank),
             optimizer=weakref.ref(optimizer),
             trained=variables[: len(variables) - len(carried)],
-            carried=LateChanges(carried, [variable.read_value() for variable in carried]),
+            carried=DeltaTracker(carried, [variable.read_value() for variable in carried]),
         )
 
     def _end_session(self):
@@ -181,43 +181,43 @@ class Training(abc.ABC):
             self.run.cluster.scheduler.sleep(self.run.durations[self.rank, step])
             yield step
 
-    def hand_out(self, step, segment, buckets):
+    def submit(self, step, segment, buckets):
         """Enqueues a step's buckets; returns the result, or None if the result comes later or was interrupted."""
         for bucket in buckets:
             bucket.flags.writeable = False
-        outgoing = Outgoing(step, segment, tuple(buckets))
+        request = Request(step, segment, tuple(buckets))
         if self.exchange.num_threads == 1:
-            return self._step(outgoing)
+            return self._step(request)
         while self._num_in_flight == self.exchange.max_in_flight:
             self._monitor.wait(0.0)
         self.membership.check()
         self._num_in_flight += 1
-        self.run.cluster.start_thread(self.rank, f"step {step}", functools.partial(self._step_on_thread, outgoing))
+        self.run.cluster.start_thread(self.rank, f"step {step}", functools.partial(self._step_on_thread, request))
         return None
 
-    def _step(self, outgoing):
+    def _step(self, request):
         """Calls the exchange as `ExchangeRunner` does."""
         if not self._is_interrupted:
             try:
-                incoming = self.exchange.step(outgoing)
-                if incoming is not None:
-                    self._take(outgoing, incoming)
-                return incoming
+                result = self.exchange.step(request)
+                if result is not None:
+                    self._take(request, result)
+                return result
             except Interrupted:
                 self._is_interrupted = True
-        if (incoming := self.exchange.no_op(outgoing)) is not None:
-            self.check_no_op(outgoing, incoming)
+        if (result := self.exchange.no_op(request)) is not None:
+            self.check_no_op(request, result)
         return None
 
-    def _take(self, outgoing, incoming):
-        assert (incoming.step, incoming.segment) == (outgoing.step, self.segment_back(outgoing))
-        self.take(outgoing, incoming)
-        for bucket in incoming.buckets:
+    def _take(self, request, result):
+        assert (result.step, result.segment) == (request.step, self.segment_back(request))
+        self.take(request, result)
+        for bucket in result.buckets:
             bucket.flags.writeable = False  # The graph owns the buckets now.
 
-    def _step_on_thread(self, outgoing):
+    def _step_on_thread(self, request):
         try:
-            self._step(outgoing)
+            self._step(request)
         except HopError as error:
             self.membership.fail(error)
         self._num_in_flight -= 1
@@ -230,16 +230,16 @@ class Training(abc.ABC):
 
     # Results.
 
-    def segment_back(self, outgoing):
+    def segment_back(self, request):
         """Returns the segment of the result."""
-        return outgoing.segment
+        return request.segment
 
-    def take(self, outgoing, incoming):
+    def take(self, request, result):
         """Keeps a copy of a result."""
 
-    def check_no_op(self, outgoing, incoming):
+    def check_no_op(self, request, result):
         """Checks that the result of an interrupted step changes nothing. If results are changes, they are zero."""
-        for bucket in incoming.buckets:
+        for bucket in result.buckets:
             np.testing.assert_array_equal(bucket, 0)
 
     @classmethod
@@ -280,7 +280,7 @@ class Averages(Training):
     def make_steps(self):
         for step in self.steps():
             for segment, members in enumerate(self.members):
-                self.hand_out(step, segment, self._pack(members, self._values(self.session, step)))
+                self.submit(step, segment, self._pack(members, self._values(self.session, step)))
         self.wait_for_threads()
 
     def _values(self, session, step):
@@ -298,15 +298,15 @@ class Averages(Training):
             buckets[bucket][where] = values[index]
         return buckets
 
-    def take(self, outgoing, incoming):
-        members = self.members[outgoing.segment]
+    def take(self, request, result):
+        members = self.members[request.segment]
         packing = self.packing.part(members)
         for place, index in enumerate(members):
             bucket, where = packing.place(place)
-            self._means[self.session, outgoing.step][index] = incoming.buckets[bucket][where].copy()
+            self._means[self.session, request.step][index] = result.buckets[bucket][where].copy()
 
-    def check_no_op(self, outgoing, incoming):
-        for own, same in zip(outgoing.buckets, incoming.buckets, strict=True):
+    def check_no_op(self, request, result):
+        for own, same in zip(request.buckets, result.buckets, strict=True):
             np.testing.assert_array_equal(own, same)
 
     def expected(self, mean, own, exact):
@@ -371,8 +371,8 @@ class AveragesGradients(Averages):
     def expected(self, mean, own, exact):
         return mean - own if exact else mean
 
-    def check_no_op(self, outgoing, incoming):
-        Training.check_no_op(self, outgoing, incoming)
+    def check_no_op(self, request, result):
+        Training.check_no_op(self, request, result)
 
 
 class AveragesAndChooses(AveragesGradients):
@@ -422,12 +422,12 @@ class Mixes(Training):
             self._x[self.session, step] = x
             (bucket,) = self.packing.take(self.run.cluster.pool)
             bucket[:] = x
-            incoming = self.hand_out(step, STEP, (bucket,))
+            result = self.submit(step, STEP, (bucket,))
             if self._num_backup:
-                incoming = self.hand_out(step, REDUCTION, ())
-            if incoming is None:
+                result = self.submit(step, REDUCTION, ())
+            if result is None:
                 return
-            self._mixed[self.session, step] = x + incoming.buckets[0]
+            self._mixed[self.session, step] = x + result.buckets[0]
             x = self._mixed[self.session, step] + _values(self.rank, self.session, step, 16)
 
     @classmethod
@@ -502,36 +502,36 @@ class Merges(Training):
     def make_steps(self):
         exchange, nothing = self.exchange, (np.empty(0),)
         if not self._leaves:
-            self.hand_out(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0]),))
+            self.submit(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0]),))
         num_skipped = last = 0
         for step in self.steps():
             if num_skipped:
                 num_skipped -= 1
                 continue
             for colayer, part in enumerate(exchange.parts[: len(self.colayers)]):
-                incoming = self._contribute(step, colayer, part)
-            num_skipped = 0 if incoming is None else incoming.num_skipped
+                result = self._contribute(step, colayer, part)
+            num_skipped = 0 if result is None else result.num_skipped
             last = step + num_skipped
         if not self._leaves:
-            incoming = self.hand_out(last + 1, exchange.finish_segment, nothing)
-            if incoming is not None:
-                self._finals[self.session] = incoming.buckets[0].copy()
+            result = self.submit(last + 1, exchange.finish_segment, nothing)
+            if result is not None:
+                self._finals[self.session] = result.buckets[0].copy()
                 self._num_lost[self.session] = exchange.counters()["contributions_lost"]
 
     def _contribute(self, step, colayer, part):
         num_drops = self.exchange.counters()["overtime_drops"]
         values = np.full(part.sizes[0], float(_UNIT * self._BASE**self.rank))
-        incoming = self.hand_out(step, colayer, (values,))
+        result = self.submit(step, colayer, (values,))
         if not self._is_interrupted and self.exchange.counters()["overtime_drops"] == num_drops:
             num_ranks = len(self.exchange._contributions.layout.ranks)
             self._contributed[self.session, colayer] += _UNIT // num_ranks
-        return incoming
+        return result
 
-    def segment_back(self, outgoing):
-        is_last = outgoing.segment == len(self.colayers) - 1
-        return self.exchange.merge_segment if is_last else outgoing.segment
+    def segment_back(self, request):
+        is_last = request.segment == len(self.colayers) - 1
+        return self.exchange.merge_segment if is_last else request.segment
 
-    def check_no_op(self, outgoing, incoming):
+    def check_no_op(self, request, result):
         """Checks nothing: results are weights, not changes."""
 
     @classmethod
@@ -594,12 +594,12 @@ class Pushes(Training):
             buckets[0][:] = _UNIT * self._BASE**self.rank
             bucket, where = self.packing.place(1)
             buckets[bucket][where] = 1.0, True  # The rate, and True because the gradient counts.
-            self.hand_out(step, 0, buckets)
+            self.submit(step, 0, buckets)
 
-    def take(self, outgoing, incoming):
-        (total,) = set(-incoming.buckets[0].astype(np.int64))
+    def take(self, request, result):
+        (total,) = set(-result.buckets[0].astype(np.int64))
         applied = [total // self._BASE**rank % self._BASE for rank in _RANKS]
-        self._applied[self.session, outgoing.step] = np.array(applied)
+        self._applied[self.session, request.step] = np.array(applied)
 
     @classmethod
     def check(cls, run):
@@ -798,7 +798,7 @@ _SERVED = {
     "continues": True,
     "beside": (TensorSpec("beside", (2,), tf.float32, exact=True),),
     "num_servers": 1,
-    "also_raises": "rank 0 has gone before the servers had its model",
+    "also_raises": "rank 0 left before the servers had its model",
 }
 MEMBERS = {
     "own": Member(AveragingExchange),
@@ -819,7 +819,7 @@ MEMBERS = {
     "hop": Member(_hop(), Mixes),
     "hop_continue": Member(_hop(on_peer_loss="continue"), Mixes, continues=True),
     "hop_backup": Member(_hop(num_backup_workers=1), MixesWithBackup, continues=True),
-    "canary": Member(_canary, Merges, continues=True, also_raises="has ended step 3 without this one"),
+    "canary": Member(_canary, Merges, continues=True, also_raises="has ended step 3 without this rank"),
     "shat": Member(_shat("async"), Pushes, **_SERVED),
     "shat_synchronous": Member(_shat("bsp"), PushesTogether, **_SERVED),
 }

@@ -305,7 +305,9 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         runner = self.start_together(train_until_it_fails, num_workers, *args)
         self.wait_at(runner, 1, "middle")
         runner.send_signal(1, signum)
-        loss = rf"rank \d, step \d: \w+ \w+ on rank 1 at {addresses[1]} failed after .*\((silent for|nobody listens)"
+        loss = (
+            rf"rank \d, step \d: \w+ \w+ on rank 1 at {addresses[1]} failed after .*\((silent for|no process listens)"
+        )
         for error in self.errors_within_contract(runner, [0, *range(2, num_workers)]):
             self.assertRegex(error, f"PeerLostError: .*{loss}")
         exit_code = -signal.SIGKILL
@@ -337,7 +339,7 @@ class LostRankTest(_ProcessesTestCase, parameterized.TestCase):
         for rank in (0, 2):
             error = runner.wait_for_output(rank, "it raised (.*)")[1]
             # On a busy machine the restart may take so long that ranks notice the death first.
-            noticed = r"(was restarted|failed after .* \(nobody listens there any more\))"
+            noticed = r"(was restarted|failed after .* \(no process listens there any longer\))"
             self.assertRegex(error, rf"^PeerLostError: .*rank 1 at {addresses[1]} {noticed}")
         # Often the others are gone before they have told the successor that it is a restarted rank.
         successor.wait_for_output(0, "it raised (PeerLost|DeadlineExceeded)Error: .*rank [02] at ")

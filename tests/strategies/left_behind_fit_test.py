@@ -41,7 +41,7 @@ class _Teller(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self._num_batches += 1
-        membership = self._strategy.training.worker.membership
+        membership = self._strategy.training.runtime.membership
         if self._strategy.rank == _VICTIM:
             if membership.num_left_behind and not self._strategy.training.is_behind:
                 self._is_back.set()

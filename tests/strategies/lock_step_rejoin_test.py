@@ -68,7 +68,7 @@ class _Progress(keras.callbacks.Callback):
         self._strategy = strategy
 
     def on_train_begin(self, logs=None):
-        self._was_restarted = self._strategy.training.worker.joining
+        self._was_restarted = self._strategy.training.runtime.joining
 
     def on_train_batch_end(self, batch, logs=None):
         self.num_steps += 1

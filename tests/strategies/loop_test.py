@@ -15,8 +15,8 @@ from absl.testing import absltest, parameterized
 from support import MEMBERS, NUM_RANKS
 
 _NUM_ROWS, _GLOBAL_BATCH_SIZE = 32, 8
-_REFUSED = "Ranks would have to wait for the slowest of them"
-_NO_LOOPS = "the steps of a custom loop, or of `train_on_batch`, cannot be passed over"
+_REFUSED = "Ranks would have to wait for the slowest rank"
+_NO_LOOPS = "a custom loop and `train_on_batch` cannot"
 
 
 def _rows():

@@ -92,7 +92,7 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
             if name in _LETS_NOBODY_JOIN:
                 runner.restart(_VICTIM)
                 match = runner.wait_for_output(_VICTIM, "ended: (.*)")
-                self.assertRegex(match[1], "PeerLostError: rank 1 was started again, and cannot join")
+                self.assertRegex(match[1], "PeerLostError: rank 1 was restarted and cannot join")
             self._check_others(runner)
 
     @parameterized.parameters(*_MEMBERS)
@@ -107,7 +107,7 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
                 runner.wait_for_output(rank, f"step {_MEETING}$")
             runner.resume(_VICTIM)
             match = runner.wait_for_output(_VICTIM, "ended: (.*)")
-            cause = r"the others went on without this rank|(ranks .* were not heard .*)?1 of 3 ranks"
+            cause = r"the other ranks continued without this rank|(ranks .* sent nothing .*)?1 of 3 ranks"
             self.assertRegex(match[1], f"PeerLostError: rank 1: ({cause})")
             self._check_others(runner)
 
@@ -121,7 +121,7 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
         others = [results[rank].value for rank in range(_NUM_RANKS) if rank != _VICTIM]
         for error, num_steps, weights, second_error, report in others:
             self.assertEqual((error, num_steps, report["ranks_lost"]), ("", _NUM_EPOCHS * _NUM_STEPS, 1))
-            self.assertRegex(second_error, "PeerLostError: .* takes all ranks, and rank 1 was lost")
+            self.assertRegex(second_error, "PeerLostError: .* needs all ranks, and rank 1 was lost")
             for mine, of_first in zip(weights, others[0][2], strict=True):
                 self.assertTrue(np.isfinite(mine).all())
                 self.assertAllEqual(mine, of_first)
@@ -131,8 +131,8 @@ class PeerLossTest(tf.test.TestCase, parameterized.TestCase):
         make, settings = _MEMBERS[name]
         for arguments, message in (
             ({"on_peer_loss": "wait"}, "`on_peer_loss` must be one of None, raise, continue"),
-            ({"min_ranks": 2}, "`min_ranks` must be None where all ranks raise"),
-            ({"on_peer_loss": "raise", "min_ranks": 2}, "`min_ranks` must be None where all ranks raise"),
+            ({"min_ranks": 2}, "`min_ranks` must be None unless on_peer_loss='continue'"),
+            ({"on_peer_loss": "raise", "min_ranks": 2}, "`min_ranks` must be None unless on_peer_loss='continue'"),
             ({"on_peer_loss": "continue", "min_ranks": 3}, "`min_ranks` must be"),
         ):
             with self.assertRaisesRegex(ValueError, message):

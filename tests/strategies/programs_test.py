@@ -155,7 +155,7 @@ _PROGRAMS = {
     "constrained": lambda: _regression(keras.Sequential, kernel_constraint=keras.constraints.UnitNorm()),
 }
 # Programs that a strategy refuses.
-_REFUSED = {("gan", "canary"): "a step must update by one optimizer only"} | {
+_REFUSED = {("gan", "canary"): "a step must use one optimizer only"} | {
     ("clipped", name): "Give the layer a constraint" for name in ("pipe_sgd", "canary", "shat")
 }
 

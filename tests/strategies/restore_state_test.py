@@ -166,7 +166,8 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertLogs("absl", "WARNING") as logs:
             self.assert_all_go_on(self.resume(MEMBERS[name].run, _KINDS[kind]), restored, epochs=[3])
         self.assertIn(
-            "rank 0 has only older backups (epoch 1, batch 0). It goes on from a copy of rank 1's: epoch 3, batch 0.",
+            "rank 0 has only older backups (epoch 1, batch 0). It resumes from a copy of the backup of rank 1: "
+            "epoch 3, batch 0.",
             " ".join(logs.output),
         )
 
@@ -189,7 +190,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
         results = self.resume(lambda train: MEMBERS["hop"].run(lambda strategy: error_of(train, strategy)))
         self.assertIsInstance(results[0], PeerFailedError)
         self.assertIsInstance(results[1], OSError)
-        self.assertRegex(str(results[0]), "rank 1 .*OSError: no backup in .* is whole")
+        self.assertRegex(str(results[0]), "rank 1 .*OSError: all backups in .* are damaged")
 
     @parameterized.parameters("pipe_sgd", "hop")
     def test_a_rank_without_the_callback_is_an_error(self, name):
@@ -199,7 +200,7 @@ class BackupsOfSomeRanksTest(tf.test.TestCase, parameterized.TestCase):
             with strategy.scope():
                 _fit(*([AtomicBackupAndRestore(self.path(0))] if strategy.is_chief else []))
 
-        error = "rank 0 would go on from a backup; rank 1 would begin at the first epoch, without such a callback"
+        error = "rank 0 would resume from a backup; rank 1 would begin at the first epoch, without the callback"
         with self.assertRaisesRegex(HopError, error):
             MEMBERS[name].run(train)
 
@@ -348,7 +349,10 @@ class WeightsOfAnEpochsEndTest(tf.test.TestCase, parameterized.TestCase):
             first, other = MEMBERS["dts"].run(train)
         self.assertIsNone(first)
         self.assertIsInstance(other, _CrashError)
-        self.assertIn("rank 0: what callbacks have restored is not averaged: rank 1 has ended", " ".join(logs.output))
+        self.assertIn(
+            "rank 0: ranks do not average the weights that callbacks have restored: rank 1 has ended",
+            " ".join(logs.output),
+        )
 
 
 if __name__ == "__main__":

@@ -491,9 +491,7 @@ class StatesTest(tf.test.TestCase, parameterized.TestCase):
             strategy.synchronize(model)
             return bool(model.flag.numpy())
 
-        with self.assertRaisesRegex(
-            ValueError, r"must not be 'sum' for a state of truth values.*'max'.*variable='.*flag"
-        ):
+        with self.assertRaisesRegex(ValueError, r"must not be 'sum' for a boolean state.*'max'.*variable='.*flag"):
             _of_ranks("pipe_sgd", lambda strategy: run(strategy, "sum"))
         self.assertEqual(_of_ranks("pipe_sgd", lambda strategy: run(strategy, "none")), [False, False])
 

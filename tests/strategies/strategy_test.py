@@ -177,7 +177,7 @@ class RefusalsTest(tf.test.TestCase, parameterized.TestCase):
             with self.assertLogs("absl", "WARNING") as logs:
                 strategy = hop_tf.HopStrategy(communication_options=options)
             self.addCleanup(strategy.shutdown)
-            self.assertIn(f"{file.name} is not a directory. Training goes on.", logs.output[0])
+            self.assertIn(f"{file.name} is not a directory. Training continues, without", logs.output[0])
             self.assertNotIn("hop_tf report", [thread.name for thread in threading.enumerate()])
             with strategy.scope():
                 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -195,11 +195,11 @@ class RestartedTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_rank_that_joins_cannot_restore_a_backup(self, wrap):
         with (
             _tf_config("worker", 0, worker=["localhost:1000", "localhost:1001"]),
-            mock.patch("hop_tf.strategy.Worker") as worker,
+            mock.patch("hop_tf.strategy.RankRuntime") as runtime,
         ):
             strategy = hop_tf.HopStrategy(topology="complete")
         self.addCleanup(strategy.shutdown)
-        worker.return_value.configure_mock(joining=True, in_session=False)
+        runtime.return_value.configure_mock(joining=True, in_session=False)
         with strategy.scope():
             model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
@@ -207,7 +207,7 @@ class RestartedTest(tf.test.TestCase, parameterized.TestCase):
         callbacks = wrap(keras.callbacks.BackupAndRestore(self.get_temp_dir()))
         with self.assertRaisesRegex(ValueError, "`BackupAndRestore` would begin at another step"):
             model.fit(x, x, 2, 1, 0, callbacks)
-        worker.return_value.end_session.assert_called_once()
+        runtime.return_value.end_session.assert_called_once()
 
 
 class OwnNameTest(parameterized.TestCase):
@@ -224,7 +224,7 @@ class OwnNameTest(parameterized.TestCase):
         with (
             _tf_config("worker", 0, worker=["node1:7400", "node2:7400"], **servers),
             mock.patch.object(socket, "getaddrinfo", look_up),
-            self.assertRaisesRegex(ClusterConfigError, "node1, the name of this process's machine, must stand for an"),
+            self.assertRaisesRegex(ClusterConfigError, "node1, the name of this process's machine, must resolve to an"),
         ):
             make()
 
@@ -267,10 +267,10 @@ class LargeWorldTest(tf.test.TestCase):
         for topology in ("ring_based", np.full((num_ranks, num_ranks), 1 / num_ranks)):
             with (
                 _tf_config("worker", 0, worker=[f"localhost:{1000 + rank}" for rank in range(num_ranks)]),
-                mock.patch("hop_tf.strategy.Worker") as worker,
+                mock.patch("hop_tf.strategy.RankRuntime") as runtime,
             ):
                 hop_tf.HopStrategy(topology=topology).shutdown()
-            identities.append(worker.call_args.kwargs["identity"]["option topology"])
+            identities.append(runtime.call_args.kwargs["identity"]["option topology"])
         self.assertTrue(all(len(identity) < 100 for identity in identities))
         self.assertNotEqual(*identities)
 

@@ -90,7 +90,7 @@ MEMBERS = {
         hop_tf.CanaryStrategy,
         is_equal_after_fit=True,
         goes_on_without_lost=True,
-        refuses={"test_several_optimizers": "a step must update by one optimizer only"},
+        refuses={"test_several_optimizers": "a step must use one optimizer only"},
     ),
     "shat": Member(
         hop_tf.SHATParameterServerStrategy,
@@ -230,7 +230,7 @@ class AbortOnRank1(keras.callbacks.Callback):
             if self._strategy.rank == 1:
                 raise HopError("broken on purpose")
             with contextlib.suppress(HopError):
-                self._strategy.training.worker.membership.wait_until(lambda: False, _WAIT_SECONDS)
+                self._strategy.training.runtime.membership.wait_until(lambda: False, _WAIT_SECONDS)
 
 
 def train_with_late_determinism(cluster, world_size, train):

@@ -272,7 +272,7 @@ def gentle_windows(
     warmup_steps: int = 0,
     adaptive: bool = False,
 ) -> tuple[list[list[np.ndarray]], np.ndarray]:
-    """Trains ranks that are given what has arrived bit by bit, and whose own changes under way count kappa.
+    """Trains ranks that are given what has arrived bit by bit, and whose own changes in flight count kappa.
 
     Ranks lack two parts of what has arrived: `apart` differs by rank, and `behind` is the same for all.
     Arguments and results are those of `late_windows`, without an outer optimizer. With a `momentum`, velocities take
@@ -280,7 +280,7 @@ def gentle_windows(
     """
     merged, behind, history = w.astype(np.float64), 0.0, []
     states, known, apart = [State.of(w)] * world_size, [merged] * world_size, [0.0] * world_size
-    under_way: list[tuple[int, list[np.ndarray]]] = []
+    in_flight: list[tuple[int, list[np.ndarray]]] = []
     lengths = Lengths(world_size, adaptive)
 
     def changes(weights: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -291,7 +291,7 @@ def gentle_windows(
 
     def merge() -> None:
         nonlocal merged, behind
-        _, own = under_way.pop(0)
+        _, own = in_flight.pop(0)
         change = mean(own)
         lengths.note(change, own)
         merged, behind = merged + change, behind + (1 - kappa) * change
@@ -318,9 +318,9 @@ def gentle_windows(
         has_ended = (step - warmup_steps) % interval == 0
         if has_ended:
             own = changes(weights)
-            under_way.append((step, own))
+            in_flight.append((step, own))
             weights = [before + kappa * each for before, each in zip(known, own, strict=True)]
-        while under_way and under_way[0][0] + delay <= step:
+        while in_flight and in_flight[0][0] + delay <= step:
             merge()
         if has_ended:
             weights = [each + covered * apart[rank] + covered_behind * behind for rank, each in enumerate(weights)]
@@ -329,7 +329,7 @@ def gentle_windows(
         states = [dataclasses.replace(state, w=each) for state, each in zip(states, weights, strict=True)]
         history.append(weights)
     if max(0, num_steps - warmup_steps) % interval:
-        under_way.append((num_steps, changes([state.w for state in states])))
-    while under_way:
+        in_flight.append((num_steps, changes([state.w for state in states])))
+    while in_flight:
         merge()
     return history, merged

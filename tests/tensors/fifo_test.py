@@ -114,22 +114,24 @@ class TokenQueueTest(tf.test.TestCase):
         tokens.put(15)
         self.assertEqual(tokens.size, 2)
         tokens.take(2)
-        with self.assertRaisesRegex(ProtocolError, "1 tokens were to be taken where 0 are"):
+        with self.assertRaisesRegex(ProtocolError, "cannot take 1 tokens of 0"):
             tokens.take()
 
     def test_refuses_what_the_protocol_cannot_produce(self):
         tokens = TokenQueue(num_initial=1, capacity=2)
-        with self.assertRaisesRegex(ProtocolError, "for iteration 3 came after those for -1, where 1 of 2 are"):
+        with self.assertRaisesRegex(
+            ProtocolError, "for iteration 3 came after those for -1. The queue holds 1 tokens of 2"
+        ):
             tokens.put(3)
         tokens.put(0)
         with self.assertRaisesRegex(ProtocolError, "for iteration 0 came after those for 0"):
             tokens.put(0)
         tokens.take(2)
-        with self.assertRaisesRegex(ProtocolError, "1 tokens were to be taken where 0 are"):
+        with self.assertRaisesRegex(ProtocolError, "cannot take 1 tokens of 0"):
             tokens.take()
 
     def test_does_not_begin_with_more_tokens_than_it_holds(self):
-        with self.assertRaisesRegex(ProtocolError, "would begin with 7 tokens in iteration 5, and holds 6"):
+        with self.assertRaisesRegex(ProtocolError, "cannot begin with 7 tokens in iteration 5: it holds 6"):
             TokenQueue(num_initial=7, capacity=6, iteration=5)
 
 
@@ -137,7 +139,7 @@ class SimulatedFifoTest(tf.test.TestCase):
     def test_is_as_large_as_tensorflow_s(self):
         fifo = SimulatedFifo(1, [tf.int64])
         fifo.put([np.int64(0)])
-        with self.assertRaisesRegex(OverflowError, "as many as it can: 1"):
+        with self.assertRaisesRegex(OverflowError, "a full queue of 1"):
             fifo.put([np.int64(1)])
 
 

@@ -73,7 +73,7 @@ class PackingTest(tf.test.TestCase):
             self.assertTrue(np.shares_memory(view, payload))
 
     def test_view_refuses_another_size(self):
-        with self.assertRaisesRegex(ProtocolError, "63 bytes came where 64 were expected"):
+        with self.assertRaisesRegex(ProtocolError, "expected 64 bytes. Received: 63 bytes"):
             _packing_of([([3], tf.float32)]).view(np.zeros(63, np.uint8))
 
 

@@ -29,7 +29,7 @@ class PayloadsTest(tf.test.TestCase, parameterized.TestCase):
     def test_views_have_the_length_that_is_expected(self):
         part = np.arange(6, dtype=np.float32).view(np.uint8)
         self.assertAllEqual(payloads.view(part, np.float32, (2, 3)), [[0, 1, 2], [3, 4, 5]])
-        with self.assertRaisesRegex(ProtocolError, "24 bytes came where 20 were expected"):
+        with self.assertRaisesRegex(ProtocolError, "expected 20 bytes. Received: 24 bytes"):
             payloads.view(part, np.float32, (5,))
 
 

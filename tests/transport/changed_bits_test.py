@@ -97,7 +97,10 @@ class FrameTest(parameterized.TestCase):
         pool = BufferPool()
         with unittest.mock.patch.object(connection, "IDLE_SECONDS", 0.05):
             for num_bytes in (1, framing.HEAD_BYTES, len(frame) - 1):
-                with self._reader(frame[:num_bytes]) as near, self.assertRaisesRegex(TimeoutError, "did not go on"):
+                with (
+                    self._reader(frame[:num_bytes]) as near,
+                    self.assertRaisesRegex(TimeoutError, "the rest of a frame did not come"),
+                ):
                     near.read_message(pool.take, lambda: None)
 
     def test_between_two_frames_there_is_no_time_limit(self):

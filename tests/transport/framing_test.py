@@ -106,7 +106,7 @@ class FramingTest(absltest.TestCase):
     def test_chunks_that_do_not_fit_are_refused(self):
         assembler = Assembler(self.pool, head(payload=10) + b"1234", NoChecksums())
         for chunk in (b"", b"1234567"):
-            with self.assertRaisesRegex(ProtocolError, "where 6 are missing"):
+            with self.assertRaisesRegex(ProtocolError, "only 6 bytes of the message are missing"):
                 assembler.add(chunk)
         assembler.add(b"567890")
         self.assertEqual(assembler.payload().tobytes(), b"1234567890")

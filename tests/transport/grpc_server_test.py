@@ -11,7 +11,7 @@ import numpy as np
 from absl.testing import absltest
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server, strangers
+from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server, unauthenticated_peers
 from hop_tf.transport.checksum import NoChecksums
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.grpc_link import METHOD
@@ -156,7 +156,7 @@ class GarbageTest(TransportTestMixin, absltest.TestCase):
 
     def test_streams_that_say_nothing_are_closed(self):
         first, second = self.start()
-        with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.01), _stream(first) as (_, call):
+        with unittest.mock.patch.object(unauthenticated_peers, "GREETING_SECONDS", 0.01), _stream(first) as (_, call):
             self.assertEqual(framing.decode(next(call)).kind, FrameKind.CHALLENGE)
             with self.assertRaises(grpc.RpcError):
                 next(call)

@@ -141,7 +141,7 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         second = self.start_at(1, addresses, incarnation="q.0")
         later = self.start_at(0, addresses, incarnation="p.1")
         second.connect(0)
-        wait_until(lambda: "has shut the strategy down that this one is in" in second.status(0).last_problem)
+        wait_until(lambda: "has shut down the strategy that this process uses" in second.status(0).last_problem)
         self._check_waits(later, second)
         self.assertFalse(second.status(0).ever_connected)
         wait_until(lambda: second.status(0).was_silent_for(2.0))  # It does not wait for ever.
@@ -210,7 +210,7 @@ class GreetingTest(TransportTestMixin, absltest.TestCase):
         """The later strategy of a process tries again and again to join a rank that is in an earlier one."""
         start = time.monotonic()
         later.connect(earlier.rank)
-        wait_until(lambda: "has not shut an earlier strategy down" in later.status(earlier.rank).last_problem)
+        wait_until(lambda: "has not shut down an earlier strategy" in later.status(earlier.rank).last_problem)
         refused = earlier.counters()["connections_refused"]
         wait_until(lambda: earlier.counters()["connections_refused"] > refused + 3)
         # It counts as a sign of life.
@@ -263,7 +263,9 @@ class TlsTest(TransportTestMixin, absltest.TestCase):
             evil = self.start_at(1, (addresses[0], addresses[2]), options=CommunicationOptions(**self.evil))
             evil.connect(0)
             wait_until(lambda: "certificate does not name the host" in evil.status(0).last_problem)
-        self.assertRegex(logs.output[0], f"it passes as rank 1 at {addresses[1]}, and has a certificate for evil.examp")
+        self.assertRegex(
+            logs.output[0], f"it claims to be rank 1 at {addresses[1]}, but its certificate is for evil.examp"
+        )
         self.assertIsNone(first.status(1).failure)
         self.check_works(first, second)
         self.check_works(second, first)

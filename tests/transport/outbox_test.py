@@ -115,7 +115,7 @@ class WriteAtOnceTest(absltest.TestCase):
         self.assertEmpty(self.written)
         self.assertEqual(self._take().sequence, 1)
 
-    def test_what_supersedes_waits_where_another_one_is_under_way(self):
+    def test_what_supersedes_waits_where_another_one_is_in_flight(self):
         self.rest = (memoryview(b"rest"),)
         self._put(supersedes=True)
         self.assertFalse(self._put(supersedes=True))

@@ -70,7 +70,7 @@ class NamesTest(parameterized.TestCase):
 
     def test_the_name_stays_unknown(self):
         with self.assertRaisesRegex(
-            DeadlineExceededError, "waited 0.01 s until .*, node2, is known.*: Name or service"
+            DeadlineExceededError, "waited 0.01 s for .*, node2, to resolve.*: Name or service"
         ):
             self.check({"node2": _UNKNOWN})
 

@@ -11,7 +11,7 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, strangers, tcp_link
+from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_link, unauthenticated_peers
 from hop_tf.transport.checksum import Checksums
 from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
 from hop_tf.transport.framing import FrameKind
@@ -305,7 +305,7 @@ class TcpTransportTest(TransportTestMixin, parameterized.TestCase):
         wait_until(lambda: not first.status(1).connected)
 
     def test_connections_that_say_nothing_are_closed(self):
-        with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.01):
+        with unittest.mock.patch.object(unauthenticated_peers, "GREETING_SECONDS", 0.01):
             first, second = self.start()
             self.check_ends(self.connect(first))
             wait_until(lambda: first.counters()["connections_refused"] == 1)

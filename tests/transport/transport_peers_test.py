@@ -155,7 +155,7 @@ class PeerContract(TransportTestMixin):
         collector.wait(1)
         self.silence(receiver)
         wait_until(lambda: not sender.status(1).connected)
-        with self.assertRaisesRegex(PeerLostError, "send on rank 1 at .*(silent for|nobody listens there)"):
+        with self.assertRaisesRegex(PeerLostError, "send on rank 1 at .*(silent for|no process listens there)"):
             while True:
                 sender.send(1, "queue")
         self.assertTrue(sender.status(1).ever_connected)

@@ -53,7 +53,7 @@ class RestartTest(TransportTestMixin, parameterized.TestCase):
         with self.assertLogs("absl", "WARNING") as logs:
             self.start_at(1, [addresses[0], *self.addresses(1)], num_ranks=1).connect(0)
             wait_until(lambda: worker.counters()["connections_refused"])
-        self.assertRegex(" ".join(logs.output), "rank 0: a connection from .* passes as another process of ps 0 at")
+        self.assertRegex(" ".join(logs.output), "rank 0: a connection from .* claims to be another process of ps 0 at")
 
     @parameterized.parameters(GrpcTransport, TcpTransport)
     def test_the_former_process_cannot_come_back(self, member):

@@ -243,7 +243,7 @@ class MessageContract(TransportTestMixin):
         gate.opened.set()
         self.assertEqual([message.header for message in collector.wait(2)], [b"from 1", b"from 0"])
 
-    def test_send_blocks_when_too_much_is_under_way(self):
+    def test_send_blocks_when_too_much_is_in_flight(self):
         sender, receiver = self.start()
         gate = self.make_gate()
         receiver.register("queue", gate)

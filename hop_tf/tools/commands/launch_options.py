@@ -56,7 +56,7 @@ class LaunchOptions:
       timeout_seconds: Time after which the whole job is ended, or None for no limit.
       python: The Python interpreter.
       emulation: Emulated compute, or None.
-      keep_going: True if the other processes run on when one fails.
+      keep_going: True if the other processes keep running when one fails.
       restart: The number of times that each process is started again after it has failed. The others run on.
       hosts: The machines, which have `num_workers` together, or None for this one.
       environment: Variables to set for all processes.
@@ -105,9 +105,9 @@ class LaunchOptions:
         if self.emulation is not None:
             if not self.is_local:
                 raise ValueError(
-                    "`step_seconds` must not go with `hosts` other than this machine: how busy the cores of others "
-                    "are, on which emulated steps depend, is not known here. "
-                    f"Received: step_seconds={self.emulation.step_seconds}."
+                    "`step_seconds` must not go with `hosts` other than this machine: emulated steps depend on the "
+                    "load of the cores, which the launcher knows only here. Received: "
+                    f"step_seconds={self.emulation.step_seconds}."
                 )
             self.emulation.check_world_size(self.num_workers)
 
@@ -154,7 +154,7 @@ def make_parser(command: str) -> argparse.ArgumentParser:
     add(
         "--keep_going",
         action="store_true",
-        help="let the other processes run on when one fails, for ranks that go on without a lost one",
+        help="keep the other processes running when one fails, for fault-tolerant strategies",
     )
     add(
         "--restart",

@@ -36,7 +36,7 @@ _SPARE = 1.5
 # Shorter round trips measure threads, not a link.
 _LEAST_ROUND_TRIP_SECONDS = 2e-3
 # The two kinds of waiting: for the work of others, and for messages that had left (communication that is not hidden).
-FOR_OTHERS, ON_ITS_WAY = "waiting for others", "waiting for what is on its way"
+FOR_OTHERS, ON_ITS_WAY = "waiting for others", "waiting for data in flight"
 # Users would not try more at once.
 _MOST_FINDINGS = 2
 # The most ranks without records that are named.
@@ -212,7 +212,7 @@ class _Job:
             worst = max(shares, key=shares.get)
             told.append(f"{shares[worst]:.0%} for {self._name(worst)}")
         if on_its_way >= 0.01:
-            told.append(f"{on_its_way:.0%} for what is on its way")
+            told.append(f"{on_its_way:.0%} for data in flight")
         return f" ({', '.join(told)})" if told and waited >= 0.01 else ""
 
     def _link_lines(self) -> Iterator[str]:
@@ -345,7 +345,7 @@ class _Job:
             at_most = " or less"
             expected = self._step_seconds * (1 - share * (1 - 1 / factor))
         text = (
-            f"{what} Ranks wait {share:.0%} of a step for what is on its way there. Like the others, a step would take "
+            f"{what} Ranks wait {share:.0%} of a step for data in flight there. Like the others, a step would take "
             f"{duration(expected)}{at_most}. {advice}"
         )
         return Finding(kind, self._ways(links), True, share, expected, text)
@@ -361,7 +361,7 @@ class _Job:
         shares = [sum(self._share_of_link(ends, index) for ends in self._links) for index in self._blame]
         share = float(np.mean(shares))
         text = (
-            f"Ranks wait {share:.0%} of a step for what is on its way, on all links alike. Send less, as with "
+            f"Ranks wait {share:.0%} of a step for data in flight, on all links alike. Send less, as with "
             "`codec='int8'`, or hide it: a wider pipeline of PipeSGDStrategy, or DTSStrategy. `hop_tf plan` measures "
             "the links and predicts the step of each setting."
         )
@@ -370,7 +370,7 @@ class _Job:
     def _tell_change(self, change: Change) -> str:
         """Describes a change in one sentence."""
         skips = [settings.get("skip") is not None for settings in (self._what_if.settings, change.settings)]
-        skipping = "; the slow rank then passes over steps" if skips == [False, True] else ""
+        skipping = "; the slow rank then skips steps" if skips == [False, True] else ""
         return (
             f"By simulation, {change.text} would take {duration(change.step_seconds)} a step, now "
             f"{duration(self._step_seconds)}{skipping}."

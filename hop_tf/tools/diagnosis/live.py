@@ -25,7 +25,7 @@ _OUTCOMES = {
     "overtime_drops": "updates were dropped",
     "skipped_iterations": "steps were skipped",
     "ranks_lost": "times another rank was lost",
-    "times_left_behind": "times the others went on without this rank",
+    "times_left_behind": "times the others continued without this rank",
 }
 
 
@@ -97,8 +97,8 @@ class _Process:
         if awaited and self.waited >= LEAST_SHARE:
             whom = f", most often for {self.name_of(awaited.most_common(1)[0][0])}"
         return (
-            f"{self.name}: {1 - self.waited:.0%} computing and what else it does on its own, {self.waited:.0%} "
-            f"waiting for others{whom}. It sends {rate(self.bytes_per_second)}."
+            f"{self.name}: {1 - self.waited:.0%} computing and other work of its own, {self.waited:.0%} waiting for "
+            f"others{whom}. It sends {rate(self.bytes_per_second)}."
         )
 
 

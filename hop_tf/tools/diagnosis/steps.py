@@ -18,7 +18,7 @@ PARTS = {
     "input": "the input pipeline",
     "callbacks": "callbacks",
     "validation": "validation",
-    "other": "the update and what else is between steps",
+    "other": "the update and other work between steps",
 }
 
 

@@ -128,7 +128,7 @@ def _from_tf_config(num_ps: int, timeout_seconds: float) -> tf.distribute.cluste
         )
     if len(cluster.all_addresses) > 1:
         check_own_name(cluster.all_addresses, cluster.number, timeout_seconds)
-    _log("who has set TF_CONFIG", cluster.task_type, cluster.task_id, cluster.all_addresses, cluster.number)
+    _log("a launcher that sets TF_CONFIG", cluster.task_type, cluster.task_id, cluster.all_addresses, cluster.number)
     return resolver
 
 

@@ -16,7 +16,7 @@ from absl import logging
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError, HopError, ProtocolError
 from hop_tf.tools.launchers import messages
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge, seal_refusal
-from hop_tf.transport.strangers import GREETING_SECONDS, MAX_STRANGERS, GuessLimit, source_of
+from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS, MAX_UNAUTHENTICATED, GuessRateLimiter, source_of
 
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
@@ -68,7 +68,7 @@ class Host:
         self._num_processes = num_processes
         self._num_ps = num_ps
         self._secret: Secret = messages.rendezvous_secret(token)
-        self._guesses = GuessLimit()
+        self._guesses = GuessRateLimiter()
         self._guests: dict[_Guest, None] = {}  # The oldest first.
         self._last_refusal = ""
         self._selector = selectors.DefaultSelector()
@@ -165,9 +165,9 @@ class Host:
 
     def _make_room(self) -> None:
         """Refuses the oldest connection without a greeting if there are too many. A process of the job tries again."""
-        strangers = [guest for guest in self._guests if guest.hello is None]
-        if len(strangers) > MAX_STRANGERS + self._num_processes:
-            self._refuse(strangers[0], ProtocolError("too many connections have not greeted yet"))
+        unauthenticated = [guest for guest in self._guests if guest.hello is None]
+        if len(unauthenticated) > MAX_UNAUTHENTICATED + self._num_processes:
+            self._refuse(unauthenticated[0], ProtocolError("too many connections have not greeted yet"))
 
     def _read(self, guest: _Guest) -> None:
         if guest not in self._guests:  # The guest was dismissed after `select` had seen it.
@@ -215,10 +215,13 @@ class Host:
         if (hello.num_processes, hello.num_ps) != own:
             raise ClusterConfigError(
                 f"rank {hello.number} at {hello.address} is one of {hello.num_processes} processes with "
-                f"num_ps={hello.num_ps}, rank 0 one of {own[0]} with num_ps={own[1]}: they must be alike"
+                f"num_ps={hello.num_ps}, rank 0 one of {own[0]} with num_ps={own[1]}: all processes must have the same "
+                "numbers"
             )
         if not 0 < hello.number < self._num_processes:
-            raise ClusterConfigError(f"there is no rank {hello.number} that could come here")
+            raise ClusterConfigError(
+                f"rank {hello.number} is not one of the {self._num_processes} processes of this job"
+            )
 
     def _check_loopback(self, addresses: list[str]) -> None:
         """Raises ClusterConfigError if only some addresses are loopback: other machines do not reach these."""
@@ -229,8 +232,8 @@ class Host:
         if any(is_loopback) and not all(is_loopback):
             near, far = is_loopback.index(True), is_loopback.index(False)
             raise ClusterConfigError(
-                f"rank {near} at {addresses[near]} has a loopback address, which others, as rank {far} at "
-                f"{addresses[far]}, do not reach. Set MASTER_ADDR to an address of rank 0's machine that is none, or "
+                f"rank {near} at {addresses[near]} has a loopback address, which other machines do not reach, such as "
+                f"that of rank {far} at {addresses[far]}. Set MASTER_ADDR to another address of rank 0's machine, or "
                 "HOP_TF_HOST to the address of each process's machine."
             )
 

@@ -14,7 +14,7 @@ import struct
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError, HopError, ProtocolError
 from hop_tf.transport.proof import Secret
 
-# The most bytes of a hello, which a stranger may send, and of a reply, which suffices for any cluster.
+# The most bytes of a hello, which an unauthenticated peer may send, and of a reply, which suffices for any cluster.
 MAX_HELLO_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 23
 _MAX_ADDRESS = 512
@@ -100,7 +100,9 @@ def take_frame(received: bytearray, limit: int) -> bytes | None:
         return None
     (size,) = _LENGTH.unpack_from(received)
     if size > limit:
-        raise ProtocolError(f"a message of {size} bytes, more than {limit}: it speaks another language")
+        raise ProtocolError(
+            f"a message of {size} bytes, more than {limit}: the other side does not speak this protocol"
+        )
     end = _LENGTH.size + size
     if len(received) < end:
         return None

@@ -13,7 +13,7 @@ from hop_tf.tools.launchers.host import Host
 from hop_tf.tools.launchers.variables import Place
 from hop_tf.tools.processes.local_cluster import PortReservation
 from hop_tf.transport.proof import NotProvenError, Session
-from hop_tf.transport.strangers import GREETING_SECONDS
+from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS
 
 HOST_VARIABLE = "HOP_TF_HOST"
 _CONNECT_SECONDS = 5.0
@@ -103,7 +103,9 @@ class _Guest:
             except NotProvenError as error:
                 raise self._refused(error.body) from error
         if len(addresses) != place.num_processes or addresses[place.number] != self._address:
-            raise ProtocolError(f"a list of {len(addresses)} addresses, where {place.num_processes} were expected")
+            raise ProtocolError(
+                f"expected a list of {place.num_processes} addresses. Received: {len(addresses)} addresses"
+            )
         return addresses
 
     def _refused(self, reply: bytes) -> HopError:
@@ -115,8 +117,8 @@ class _Guest:
         except HopError as error:
             return type(error)(f"rank {self._place.number} was refused by {self._where()}: {error}.")
         return HopError(
-            f"rank {self._place.number}: what answers at {self._where()} does not know this rank's cluster token. Give "
-            "all processes the same (HOP_TF_CLUSTER_TOKEN)."
+            f"rank {self._place.number}: the process at {self._where()} does not know this rank's cluster token. Give "
+            "all processes the same token (HOP_TF_CLUSTER_TOKEN)."
         )
 
     def _too_late(self, problem: Exception, timeout_seconds: float) -> DeadlineExceededError:

@@ -134,8 +134,8 @@ def _host_of_task_0(environ: Mapping[str, str], hosts: Sequence[str]) -> str | N
     if order == "plane":
         return hosts[0]
     raise ClusterConfigError(
-        "Tasks must be distributed over the nodes by block, cyclic or plane: other orders do not tell where task 0 is. "
-        f"Received: {describe(environ, (_DISTRIBUTION,))}. Start the step with `srun --distribution=block`."
+        "Tasks must be distributed over the nodes by block, cyclic or plane: other orders do not say where task 0 "
+        f"runs. Received: {describe(environ, (_DISTRIBUTION,))}. Start the step with `srun --distribution=block`."
     )
 
 

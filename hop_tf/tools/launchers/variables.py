@@ -70,7 +70,7 @@ def read_addresses(environ: Mapping[str, str]) -> Place | None:
             f"Received: {describe(environ, (_ADDRESSES, *_NUMBERS))}."
         )
     return Place(
-        launcher=f"who has set {_ADDRESSES}",
+        launcher=f"a launcher that sets {_ADDRESSES}",
         number=read_number(environ, name),
         num_processes=len(addresses),
         addresses=addresses,

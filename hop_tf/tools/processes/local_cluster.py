@@ -163,7 +163,7 @@ def hold_port(port: int) -> contextlib.AbstractContextManager:
         return _hold_name(port)
     except OSError as error:
         raise ProcessError(
-            f"Port {port} of this machine is reserved for another job. End that, or start anew."
+            f"Port {port} of this machine is reserved for another job. End that job, or start this one again."
         ) from error
 
 

@@ -281,7 +281,7 @@ class Console:
                     self._catch_up()
             self._catch_up()
         except (OSError, ValueError) as error:
-            logging.warning("Nobody reads the output any more (%s). The log files have it.", error)
+            logging.warning("Cannot print the output any longer (%s). The log files have it.", error)
             while self._lines.get() is not None:
                 pass
 

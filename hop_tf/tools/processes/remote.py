@@ -76,7 +76,7 @@ def main() -> int:
 
 def _enter_directory(order: dict) -> None:
     """Changes to the launcher's working directory. Raises ProcessError if it, or the script, is missing."""
-    advice = "Nothing is copied: have the same paths here as on the machine of the launcher."
+    advice = "The launcher copies nothing: this machine must have the same paths as the machine of the launcher."
     try:
         os.chdir(order["directory"])
     except OSError as error:

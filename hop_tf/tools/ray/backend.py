@@ -142,9 +142,9 @@ class _Job:
         host = worker_group.execute_single(0, worker.own_host)
         if host != self._hosts[rank]:
             raise HopError(
-                f"rank {rank} was started again on {host}, as its node {self._hosts[rank]} is gone: the others do not "
-                "look for it there. With ClusterConfig(restart='group'), all workers are started again, and go on from "
-                "the last checkpoint."
+                f"rank {rank} was restarted on {host}, because its node {self._hosts[rank]} is gone: the others do not "
+                "look for it there. With ClusterConfig(restart='group'), Ray restarts all workers, and they resume "
+                "from the last checkpoint."
             )
         ray.get(self.set_up(worker_group, 0, rank, is_rejoining=True))
 

@@ -129,8 +129,9 @@ def _read_state(folder: pathlib.Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise HopError(
             f"the last checkpoint of this run must be one of ReportCheckpointCallback, with {_STATE}. Received: one "
-            f"with {sorted(path.name for path in folder.iterdir())}. Report no checkpoints of your own beside the "
-            "callback, and begin with another `RunConfig(name=...)`. Other weights are to be loaded before `fit`."
+            f"with {sorted(path.name for path in folder.iterdir())}. Do not report other checkpoints beside the "
+            "callback, and begin with another `RunConfig(name=...)`. To begin with other weights, load them before "
+            "`fit`."
         ) from error
 
 

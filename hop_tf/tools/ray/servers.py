@@ -75,8 +75,8 @@ class Servers:
         if not self._group.wait(seconds):
             raise DeadlineExceededError(
                 f"waited {seconds:g} s for room for {count} parameter servers in the Ray cluster, each with "
-                f"{dict(resources)}, beside the workers. Free are {ray.available_resources()}. Ask for less by "
-                f"`server_resources`, or set {_START_VARIABLE} where nodes take longer to start."
+                f"{dict(resources)}, beside the workers. Free resources: {ray.available_resources()}. Ask for less by "
+                f"`server_resources`, or set {_START_VARIABLE} if nodes take longer to start."
             )
         for index in range(count):
             actor = _ParameterServer.options(

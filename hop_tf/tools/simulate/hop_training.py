@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hop_tf.arguments import check_integer, check_seconds
 from hop_tf.errors import DeadlineExceededError, PeerLostError
-from hop_tf.runtime.exchange import Incoming
+from hop_tf.runtime.exchange import Result
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
@@ -389,8 +389,8 @@ class _Rank(HopTraining, State):
     def apply(self) -> None:
         self.x = self.x + self._change
 
-    def add(self, incoming: Incoming) -> None:
-        self.x = self.x + incoming.buckets[0][: self.x.size]
+    def add(self, result: Result) -> None:
+        self.x = self.x + result.buckets[0][: self.x.size]
 
     def before_exchange(self, step: int) -> None:
         last = self.exchange.steps_of(step // self._settings.interval)[-1]

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.records import Kind
 from hop_tf.runtime.averaging_exchange import AveragingExchange
-from hop_tf.runtime.exchange import Exchange, Incoming, Outgoing
+from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.strategies.hop.exchange import REDUCTION, RENEWAL, STEP, HopExchange
@@ -254,7 +254,7 @@ class HopTraining(Training):
     def apply(self) -> None:
         """Makes the optimizer's step."""
 
-    def add(self, incoming: Incoming) -> None:
+    def add(self, result: Result) -> None:
         """Adds the exchange's change to the parameters."""
 
     def before_exchange(self, step: int) -> None:
@@ -274,30 +274,30 @@ class HopTraining(Training):
             self.apply()
         self.before_exchange(step)
         # In reality the communication thread waits while the rank computes, so its wait comes first here.
-        incoming = self._exchange_step(k, STEP, self.parameters())
+        result = self._exchange_step(k, STEP, self.parameters())
         self.sleep_until(ready)
-        incoming = incoming or self._exchange_step(k, REDUCTION, ())
-        self.add(incoming)
+        result = result or self._exchange_step(k, REDUCTION, ())
+        self.add(result)
         if not is_serial:
             self.apply()
-        if incoming.num_skipped:
+        if result.num_skipped:
             self.add(self._exchange_step(k, RENEWAL, self.parameters()))
         self.have_result(step, ready)
-        return incoming.num_skipped
+        return result.num_skipped
 
-    def _exchange_step(self, k: int, segment: int, buckets: tuple) -> Incoming | None:
+    def _exchange_step(self, k: int, segment: int, buckets: tuple) -> Result | None:
         """Makes a step of the exchange, as `ExchangeRunner` does."""
-        outgoing, step = Outgoing(k, segment, buckets), self.exchange.steps_of(k).start
+        request, step = Request(k, segment, buckets), self.exchange.steps_of(k).start
         if self.recorder is None:
-            return self.exchange.step(outgoing)
+            return self.exchange.step(request)
         begin, before = self.clock.now, dict(self.exchange.outcomes())
         self.recorder.begin_step(step)
-        incoming = self.exchange.step(outgoing)
+        result = self.exchange.step(request)
         self.record(Kind.EXCHANGE, begin, step)
         outcomes = {name: count - before.get(name, 0) for name, count in self.exchange.outcomes().items()}
-        if incoming is not None:
-            outcomes |= {"skipped": incoming.num_skipped}
+        if result is not None:
+            outcomes |= {"skipped": result.num_skipped}
         for name, number in outcomes.items():
             if number:
                 self.recorder.add(Kind.OUTCOME, self.recorder.now(), step=step, name=name, number=number)
-        return incoming
+        return result

@@ -95,7 +95,7 @@ class Scheduler:
                 self.num_events += 1
                 callback()
             if not self._is_stopped and (waiting := self._running_processes()):
-                raise DeadlockError(f"at {self.now:.6f} s nothing can happen any more. Waiting: {waiting}.")
+                raise DeadlockError(f"at {self.now:.6f} s all processes wait forever. Waiting: {waiting}.")
         finally:
             for process in self._processes:
                 process.abandon()

@@ -120,7 +120,7 @@ def _reason(step: Step, plans: list[DTSPlan], best: DTSPlan, target_efficiency: 
     if best.codec != synchronous.codec:
         plain = next(plan for plan in plans if (plan.delay, plan.interval) == (best.delay, best.interval))
         sizes = [f"{plan.bytes_per_step / 1e6:.3g} MB" for plan in (plain, best)]
-        parts.append(f"{best.codec} shortens what a rank sends a step from {sizes[0]} to {sizes[1]}.")
+        parts.append(f"{best.codec} shortens the data that a rank sends in a step from {sizes[0]} to {sizes[1]}.")
     parts.append(
         f"A window takes {best.interval * step.seconds:.4g} s, and its bytes occupy the links for "
         f"{best.sending_seconds:.4g} s; its mean is there after {best.window_seconds:.4g} s, and due after "

@@ -223,8 +223,8 @@ def _compute_seconds(strategy: ExchangeStrategy) -> float:
     seconds, share_without = _mean(strategy, [seconds, float(not seconds)])
     if share_without:
         raise RuntimeError(
-            "`measure` needs the durations of some steps of every rank. Call it after a `fit` of several ones, without "
-            "`run_eagerly` and op determinism."
+            "`measure` needs the durations of some steps of every rank. Call it after a `fit` of several steps, "
+            "without `run_eagerly` and op determinism."
         )
     return seconds
 

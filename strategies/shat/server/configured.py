@@ -134,8 +134,8 @@ class ConfiguredGroup:
         """Raises HopError if a worker has answers of an earlier process that this one knows nothing of."""
         if configure.resumes and configure.training != self.group.training:
             raise HopError(
-                "it was started again, and has no snapshot of this training that it could go on from: what it had "
-                "learned is lost. Start the job again: servers go on from the last snapshots, if there are any."
+                "it was restarted, and has no snapshot of this training, so its state is lost. Start the job again: "
+                "servers resume from the last snapshots, if there are any."
             )
 
     def compare(self, worker: int, configure: pb.Configure) -> None:

@@ -64,7 +64,7 @@ class Encoding:
           ValueError: If a codec cannot decode a part.
         """
         if len(parts) != len(self._packing.sizes):
-            raise ProtocolError(f"{len(parts)} buckets came where {len(self._packing.sizes)} were expected.")
+            raise ProtocolError(f"expected {len(self._packing.sizes)} buckets. Received: {len(parts)} buckets.")
         return [self._decode(index, part) for index, part in enumerate(parts)]
 
     def _decode(self, index: int, part: np.ndarray) -> np.ndarray:

@@ -219,7 +219,7 @@ class ServedGroup:
                 return []
             known = self._workers.get(worker)
             if known is None:
-                raise ForgottenError(f"the server goes on without rank {worker}.")
+                raise ForgottenError(f"the server continues without rank {worker}.")
             if worker in self._pushed:
                 return []
             if gradient.sequence == known.sequence:

@@ -30,10 +30,10 @@ CONFIGURE, PUSH, PULL, ASSIGN, BEGIN, RETIRE = (
 CONFIGURED, REPLY, PULLED = "configured", "reply", "pulled"
 # The rank whose model the servers begin with.
 _FIRST = 0
-_NO_STATE = "rank 0 has gone before the servers had its model. Start the job again."
+_NO_STATE = "rank 0 left before the servers had its model. Start the job again."
 _NOT_TRAINED = (
-    "this process was started again, and would train another model than the others do: its variables have other names, "
-    "or the others are in a later `fit`, with another optimizer. Start it again as it was, or the whole job."
+    "this process was restarted, and would train another model than the others: its variables have other names, or the "
+    "others are in a later `fit` with another optimizer. Restart it with the same script, or restart the whole job."
 )
 
 
@@ -132,7 +132,7 @@ class ParameterServer:
         with self._lock:
             if worker in self._lost:
                 return
-            logging.error("the server goes on without rank %d: %s", worker, reason)
+            logging.error("the server continues without rank %d: %s", worker, reason)
             self._lost[worker] = reason
         self._remove(worker, is_lost=True)
 
@@ -319,7 +319,7 @@ class ParameterServer:
         self._left.discard(worker)
         self._restarted.discard(worker)
         if self._lost.pop(worker, None) is not None:
-            logging.info("the server goes on with rank %d, which is there after all.", worker)
+            logging.info("the server continues with rank %d, which is alive after all.", worker)
         answers = configured.take_in(worker, configure)
         has_state = configured.has_state or configure.has_state
         if not has_state and (_FIRST in self._left or _FIRST not in self.present):
@@ -376,7 +376,7 @@ class ParameterServer:
             configured = self._find(push.group)
             answers = configured.group.push(message.sender, configured.gradient_of(push, message.payload))
         except (ProtocolError, ValueError) as error:
-            logging.error("the server takes no push of rank %d: %s", message.sender, error)
+            logging.error("the server refuses a push of rank %d: %s", message.sender, error)
             is_forgotten = isinstance(error, ForgottenError)
             refusal = pb.Reply(
                 session=push.session, sequence=push.sequence, error=str(error), is_forgotten=is_forgotten

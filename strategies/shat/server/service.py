@@ -15,8 +15,8 @@ from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError, PeerLostError
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import make_recorder
+from hop_tf.runtime.rank_runtime import make_transport
 from hop_tf.runtime.report import static_identity
-from hop_tf.runtime.worker import make_transport
 from hop_tf.strategies.shat.server.server import ParameterServer
 from hop_tf.strategies.shat.server.snapshots import SnapshotOptions, Snapshots
 from hop_tf.tensors.buffers import BufferPool

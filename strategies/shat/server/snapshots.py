@@ -26,7 +26,7 @@ from hop_tf.tensors.packing import Packing
 _MAGIC = b"hop_tf parameter server snapshot 1\n"
 _DEFAULT_SECONDS = 60.0
 _UNFINISHED = ".part"
-_BEGIN_ANEW = "Bring back a copy of it, or remove all servers' snapshots to begin anew."
+_BEGIN_ANEW = "Restore a copy of it, or remove the snapshots of all servers to start over."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Snapshots:
             )
         state = ShardState.from_parts(parts, packing)
         self._histories[group] = _History(state.num_pushes, (state.num_pushes, time.monotonic()), state.progress.life)
-        logging.info("the server goes on from %s, after %d pushes.", path, state.num_pushes)
+        logging.info("the server resumes from %s, after %d pushes.", path, state.num_pushes)
         return state
 
     def _check_others(self, group: str) -> None:
@@ -206,7 +206,7 @@ class Snapshots:
             history.error = f"{self.path(name)}: {error.strerror or error}"
             history.num_failures += 1
             logging.error(
-                "the server cannot write its snapshot %s. Training goes on; %s.",
+                "the server cannot write its snapshot %s. Training continues; %s.",
                 history.error,
                 f"the one after {history.num_pushes} pushes stays" if history.num_pushes else "there is none yet",
             )
@@ -250,7 +250,7 @@ def _read_file(path: pathlib.Path) -> np.ndarray:
     """Reads a file that `_replace` has written. Raises ProtocolError if the file was changed or is of another kind."""
     magic, checksum, data = np.split(np.fromfile(path, np.uint8), [len(_MAGIC), len(_MAGIC) + 4])
     if magic.tobytes() != _MAGIC:
-        raise ProtocolError(f"{path} is damaged, or no snapshot of a parameter server. {_BEGIN_ANEW}")
+        raise ProtocolError(f"{path} is damaged, or is not a snapshot of a parameter server. {_BEGIN_ANEW}")
     if zlib.crc32(data).to_bytes(4, "little") != checksum.tobytes():
         raise ProtocolError(f"the snapshot {path} is damaged: its checksum is not that of its contents. {_BEGIN_ANEW}")
     return data

@@ -72,7 +72,7 @@ class ShardState:
         num_buckets = len(packing.sizes)
         buckets, slots = parts[1 : num_buckets + 1], parts[num_buckets + 1 :]
         if len(buckets) != num_buckets or len(slots) != len(state.slots):
-            raise ProtocolError(f"{len(parts)} parts came where {1 + num_buckets + len(state.slots)} were expected.")
+            raise ProtocolError(f"expected {1 + num_buckets + len(state.slots)} parts. Received: {len(parts)} parts.")
         return cls(
             buckets=[
                 payloads.view(part, dtype.as_numpy_dtype, (size,))

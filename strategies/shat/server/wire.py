@@ -24,4 +24,4 @@ def codec_from_json(text: str) -> codecs.Codec:
         description = json.loads(text)
         return dataclasses.replace(codecs.get(description["name"]), **description["settings"])
     except (ValueError, TypeError, KeyError) as error:
-        raise ProtocolError(f"no codec is described by {text!r}: {error}.") from error
+        raise ProtocolError(f"{text!r} describes no codec: {error}.") from error

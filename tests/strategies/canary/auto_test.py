@@ -187,7 +187,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((ways, tuner), ([Way("mesh", codecs.Identity())], None))
         self.assertRegex(
             stderr.getvalue(),
-            "operations are deterministic, so nothing is chosen by times. To keep these settings: "
+            "operations are deterministic, so ranks choose nothing by measured times. To keep these settings: "
             r"CanaryStrategy\(consistency='bsp', algorithm='mesh'\)",
         )
 
@@ -200,7 +200,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEmpty(stderr.getvalue())
 
     def test_operations_that_become_deterministic_too_late(self):
-        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+        with self.assertRaisesRegex(ValueError, "Call it before you create the strategy"):
             train_with_late_determinism(_cluster(3), 3, _fit_in)
 
 

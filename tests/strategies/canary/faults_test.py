@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from hop_tf import codecs
 from hop_tf.collectives import get_network
 from hop_tf.errors import DeadlineExceededError, PeerLostError
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
@@ -168,8 +168,8 @@ class _Rank(State):
         while step < self._job.num_steps:
             step = self._take_step(step)
         if step == int(self.exchange.start_step):
-            self._hand_out(step, self.exchange.start_segment, self._weights)
-        (self._weights,) = self._hand_out(step, self.exchange.finish_segment).buckets
+            self._submit(step, self.exchange.start_segment, self._weights)
+        (self._weights,) = self._submit(step, self.exchange.finish_segment).buckets
         self._membership.leave(sent_rounds={_GROUP: self.exchange.sent_rounds}, reason="done")
         self._joining.end_session()
         self._job.finals[self._rank] = self._weights
@@ -208,21 +208,21 @@ class _Rank(State):
         exchange, before = self.exchange, self._weights
         self._clock.sleep(float(self._job.durations[self._rank, step]))
         if step == int(exchange.start_step):
-            self._hand_out(step, exchange.start_segment, before)
+            self._submit(step, exchange.start_segment, before)
         self._joining.at_step(step)
         for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
             num_drops = exchange.counters()["overtime_drops"]
             self._job.made[self._rank, step, colayer] += 1
             change = tf.fill([part.sizes[0]], tf.constant(_SHARES * _BASE**self._rank, before.dtype))
             (bucket,) = exchange.emit_encode(colayer, [change])
-            incoming = self._hand_out(step, colayer, bucket.numpy())
+            result = self._submit(step, colayer, bucket.numpy())
             if exchange.counters()["overtime_drops"] == num_drops:
                 self._job.sent[self._rank, colayer] += _SHARES // len(exchange._contributions.layout.ranks)
-        (self._weights,) = incoming.buckets
-        return step + 1 + incoming.num_skipped
+        (self._weights,) = result.buckets
+        return step + 1 + result.num_skipped
 
-    def _hand_out(self, step, segment, *buckets):
-        return self.exchange.step(Outgoing(step, segment, buckets or (np.empty(0, self._weights.dtype),)))
+    def _submit(self, step, segment, *buckets):
+        return self.exchange.step(Request(step, segment, buckets or (np.empty(0, self._weights.dtype),)))
 
 
 def _random_job(rng, **settings):

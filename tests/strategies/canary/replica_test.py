@@ -109,7 +109,7 @@ class StandInTest(tf.test.TestCase):
         self.replica.free(self.replica.layout(_WHOLE))
         self.assertAllEqual(self.replica.read()[0][:size], np.full(size, 60.0))
 
-    def test_nothing_is_under_way_where_it_begins(self):
+    def test_nothing_is_in_flight_where_it_begins(self):
         _stand_in(self.replica, _WHOLE, 0, 30.0)
         self.replica.begin(self.replica.merged())
         self._assert_value(0.0)
@@ -408,7 +408,7 @@ class ResyncTest(tf.test.TestCase):
         self.assertEmpty(own.snapshots)
         self.assertEmpty(own.layouts())
         self.assertAllEqual(own.read()[0], other.read()[0])
-        with self.assertRaisesRegex(ProtocolError, "rank 0 takes no part, or no more, in the layout 010101"):
+        with self.assertRaisesRegex(ProtocolError, "rank 0 is not a part of the layout, or no longer: 010101"):
             own.layout(_WHOLE)
 
     def test_a_root_that_has_no_part_in_a_resync(self):

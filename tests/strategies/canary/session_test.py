@@ -258,10 +258,10 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
 
     def test_is_not_entered_twice(self):
         session = hop_tf.CanarySession(self.start(1)[0], 1)
-        with session, self.assertRaisesRegex(HopError, "is not entered again. Make another one."), session:
+        with session, self.assertRaisesRegex(HopError, "can be entered only once. Create another session."), session:
             pass
         with (
-            self.assertRaisesRegex(HopError, "a session that was entered is not entered again. Make another one."),
+            self.assertRaisesRegex(HopError, "a session can be entered only once. Create another session."),
             session,
         ):
             pass
@@ -281,7 +281,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
 
     def _check_refuses_collectives(self, session):
         for collective in (session.all_reduce, session.all_gather):
-            with self.assertRaisesRegex(HopError, "are called between its begin and end"):
+            with self.assertRaisesRegex(HopError, "call collectives of a session within"):
                 collective(np.zeros(3))
 
     @pytest.mark.slow
@@ -289,7 +289,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         """Other ranks get the error if they wait already, and if they begin to wait later."""
         for begins_first, message in (
             (True, "rank 0 .*it has ended: it has ended the session"),
-            (False, r"rank 1: ranks \[0\] have ended the session, and call nothing more"),
+            (False, r"rank 1: ranks \[0\] have ended the session, and take part in no"),
         ):
 
             def body(session, begins_first=begins_first):
@@ -377,7 +377,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         ({"cube": (0,)}, r"`cube` must be .* Received: cube=\(0,\)."),
         ({"cube": 3}, "`cube` must be .* Received: cube=3."),
         ({"cube": ("a", 0)}, "`cube` must be .* Received: cube="),
-        ({"cube": (0, 0), "piece_level": 2}, r"give one of them. Received: cube=\(0, 0\), piece_level=2."),
+        ({"cube": (0, 0), "piece_level": 2}, r"give only one of them. Received: cube=\(0, 0\), piece_level=2."),
         ({"piece_level": 3}, "`piece_level` must be at most 2. Received: piece_level=3."),
         ({"iteration": 0, "colayer": 1}, "`colayer` must be an integer of at least 0 and at most 0. .* colayer=1."),
         ({"iteration": 0, "colayer": -1}, "`colayer` must be an integer of at least 0"),
@@ -423,7 +423,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         with self.assertRaises(HopError):
             self._run(2, body)
         self.assertLen(errors, 2)
-        expected = f"rank 0: rank 1 has called {of_rank_1}.*, where this rank has called all_reduce|rank 1: rank 0 has"
+        expected = f"rank 0: rank 1 has called {of_rank_1}.*, but this rank has called all_reduce|rank 1: rank 0 has"
         for error in errors:
             self.assertRegex(error, expected)
 
@@ -442,7 +442,7 @@ class CanarySessionTest(TransportTestMixin, tf.test.TestCase, parameterized.Test
         results = []
         with (
             mock.patch.object(hop_tf.CanarySession, "_on_call", take_its_time),
-            self.assertRaisesRegex(HopError, r"rank \d: rank \d has called all_.*, where this rank has called all_"),
+            self.assertRaisesRegex(HopError, r"rank \d: rank \d has called all_.*, but this rank has called all_"),
         ):
             self._run(2, lambda session: results.append(call(session)))
         self.assertEmpty(results)

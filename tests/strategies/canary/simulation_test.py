@@ -21,7 +21,7 @@ from hop_tf import codecs
 from hop_tf.collectives import get_network
 from hop_tf.membership import membership_pb2
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds, bit_of
@@ -50,7 +50,7 @@ class Job:
       freezes: Tuples of a frozen rank, the time at which it freezes, and the duration.
       drops: By rank, the iterations and colayers that it has dropped.
       made: By rank, the iterations that it has made.
-      handed_out: By rank and colayer, the number of values that the graph enqueues.
+      submitted: By rank and colayer, the number of values that the graph enqueues.
       left: By rank, the number of colayers that have left in each iteration of `made`.
       at_rest: By rank, the weights when all is merged, before they become the mean over ranks.
       finals: By rank, the final weights.
@@ -89,7 +89,7 @@ class Job:
         self.exchanges = {}
         self.drops = {rank: [] for rank in range(self.world_size)}
         self.made = {rank: [] for rank in range(self.world_size)}
-        self.handed_out = {rank: {} for rank in range(self.world_size)}
+        self.submitted = {rank: {} for rank in range(self.world_size)}
         self.left = {rank: [] for rank in range(self.world_size)}
         self.at_rest, self.finals, self.seconds, self.counters = {}, {}, {}, {}
 
@@ -144,7 +144,7 @@ class Job:
 
     def take_steps(self, rank, exchange):
         empty = (np.empty(0, np.float32),)
-        exchange.step(Outgoing(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),)))
+        exchange.step(Request(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),)))
         step, leaves_at = 0, self.leaves_at.get(rank, np.inf)
         while step < min(leaves_at, self.stops_at.get(rank, self.durations.shape[1])):
             self.cluster.scheduler.sleep(float(self.durations[rank, step]))
@@ -153,18 +153,18 @@ class Job:
             for colayer, values in enumerate(np.split(change, _ends(exchange)[:-1])):
                 before = exchange.counters()["overtime_drops"]
                 (bucket,) = exchange.emit_encode(colayer, [tf.constant(values)])
-                self.handed_out[rank][colayer] = int(bucket.shape[0])
-                incoming = exchange.step(Outgoing(step, colayer, (bucket.numpy(),)))
+                self.submitted[rank][colayer] = int(bucket.shape[0])
+                result = exchange.step(Request(step, colayer, (bucket.numpy(),)))
                 if exchange.counters()["overtime_drops"] > before:
                     self.drops[rank].append((step, colayer))
             self.left[rank].append(int(exchange.num_left))
             if self.inspect is not None:
-                self.inspect(self, rank, step, incoming.buckets[0])
-            step += 1 + incoming.num_skipped
+                self.inspect(self, rank, step, result.buckets[0])
+            step += 1 + result.num_skipped
         if step >= leaves_at:
             return
         self.seconds[rank] = self.cluster.scheduler.now
-        self.finals[rank] = exchange.step(Outgoing(step, exchange.finish_segment, empty)).buckets[0]
+        self.finals[rank] = exchange.step(Request(step, exchange.finish_segment, empty)).buckets[0]
         self.counters[rank] = {**exchange.counters(), **exchange.gauges()}
 
     def expected(self, ranks=None):
@@ -352,7 +352,7 @@ class ExactSumTest(tf.test.TestCase, parameterized.TestCase):
             job = Job("mesh", 2, np.ones((2, 4)), changes, shapes=shapes, codec=codec).run()
             is_encoded = not codec.error_feedback
             self.assertEqual(job.exchanges[0].replica.encoding.is_encoded, [[is_encoded], [False]])
-            self.assertEqual(job.handed_out[0], {0: 256 + 1216 // 4 if is_encoded else 1216, 1: 624})
+            self.assertEqual(job.submitted[0], {0: 256 + 1216 // 4 if is_encoded else 1216, 1: 624})
             expected = job.expected()
             start = 1216  # Start of the colayer that is sent unencoded.
             self.assertAllClose(job.finals[0][start:], expected[start:], rtol=1e-5, atol=1e-5)
@@ -567,7 +567,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(among_two, np.full_like(among_two, among_two[0]))
                 self.assertBetween(among_two[0], 11, 15)
 
-    def test_what_is_under_way_between_others_at_the_end_is_waited_for(self):
+    def test_what_is_in_flight_between_others_at_the_end_is_waited_for(self):
         """Rank 2 leaves when the others have made their last step. Nothing is lost of pieces with other roots."""
         job, _ = self._run(20, leaves_at=19, slow_link=(0, 1), last_seconds=3.2)
         for where, is_lost in self._pieces(job):
@@ -578,7 +578,7 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(*itertools.product(range(4, 9), ((2, 1), (0, 1), (1, 0))))
     @pytest.mark.stress(after=5)
-    def test_resyncs_wait_for_what_is_under_way_among_other_ranks(self, leaves_at, slow_link):
+    def test_resyncs_wait_for_what_is_in_flight_among_other_ranks(self, leaves_at, slow_link):
         """If only one rank had merged a contribution, the mean of replicas would hold half, and then get it again."""
         job, _ = self._run(leaves_at + 6, leaves_at, slow_link, sync_interval=4)
         self.assertLess(job.max_distance(), 1e-4)
@@ -646,9 +646,9 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
             exchange.begin_at(1)
             exchange.meet(0, 0)
             state = job.exchanges[0].replica.read()
-            exchange.step(Outgoing(1, exchange.start_segment, state))
+            exchange.step(Request(1, exchange.start_segment, state))
             empty = (np.empty(0, np.float32),)
-            job.finals[rank] = exchange.step(Outgoing(1, exchange.finish_segment, empty)).buckets[0]
+            job.finals[rank] = exchange.step(Request(1, exchange.finish_segment, empty)).buckets[0]
 
         job.take_steps = join_at_the_end
         job.run()
@@ -681,12 +681,12 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
                 adopt(state, *args, **kwargs),
             )[1]
             whole, empty = np.zeros(exchange.parts[-1].sizes[0], np.float32), np.empty(0, np.float32)
-            exchange.step(Outgoing(0, exchange.start_segment, (whole,)))
+            exchange.step(Request(0, exchange.start_segment, (whole,)))
             for colayer, part in enumerate(exchange.parts[: len(_MEMBERS)]):
-                incoming = exchange.step(Outgoing(0, colayer, (whole[: part.sizes[0]],)))
+                result = exchange.step(Request(0, colayer, (whole[: part.sizes[0]],)))
                 job.cluster.scheduler.sleep(5.0)  # Then rank 1 is ahead.
-            step = 1 + incoming.num_skipped
-            return exchange.step(Outgoing(step, exchange.finish_segment, (empty,)))
+            step = 1 + result.num_skipped
+            return exchange.step(Request(step, exchange.finish_segment, (empty,)))
 
         job.take_steps = take_steps
         job.run()
@@ -738,10 +738,10 @@ class DepartureTest(tf.test.TestCase, parameterized.TestCase):
         scheduler = job.cluster.scheduler
 
         def take_steps(rank, exchange):
-            start = Outgoing(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),))
+            start = Request(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),))
             exchange.step(start)
             scheduler.sleep(1.0)  # Rank 1 has left by then: sent values are merged at once.
-            exchange.step(Outgoing(0, 0, (np.ones(exchange.parts[0].sizes[0], np.float32),)))
+            exchange.step(Request(0, 0, (np.ones(exchange.parts[0].sizes[0], np.float32),)))
             scheduler.sleep(1.0)
             exchange.reset(2)
             self.assertEqual(scheduler.now, 1.0 + 5.0)
@@ -791,7 +791,7 @@ class InboxTest(tf.test.TestCase, parameterized.TestCase):
         ("tree:1", 7, 0.4, 2, 20),
     )
     @pytest.mark.stress(but=3)
-    def test_who_has_much_under_way_waits_until_it_is_merged(self, network, world_size, seconds, most, duration):
+    def test_who_has_much_in_flight_waits_until_it_is_merged(self, network, world_size, seconds, most, duration):
         """In a round trip to a root a rank makes `max_in_flight` iterations, and more on a long path."""
         changes, durations = np.zeros((world_size, 20, _NUM_VALUES)), np.ones((world_size, 20))
         link = {"link_seconds": lambda a, b, num_bytes: seconds}

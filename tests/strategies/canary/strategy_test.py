@@ -529,7 +529,7 @@ class RefusalTest(tf.test.TestCase, parameterized.TestCase):
             model.optimizer.build(model.trainable_variables)
             step()
 
-        with self.assertRaisesRegex(ValueError, "CanaryStrategy, unless consistency='bsp', passes .* That takes `fit`"):
+        with self.assertRaisesRegex(ValueError, "CanaryStrategy skips .* Only `fit` can skip steps"):
             _cluster(2).run(run)
 
     def test_small_variables(self):

@@ -274,13 +274,13 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
                 strategy._settings, DTSSettings(delay=4, interval=4, codec=codecs.Identity(), algorithm="mesh")
             )
             self.assertIn(
-                "nothing is chosen by times. To keep these settings: "
+                "ranks choose nothing by measured times. To keep these settings: "
                 "DTSStrategy(delay=4, interval=4, codec=None, algorithm='mesh').",
                 stderr.getvalue(),
             )
 
     def test_operations_that_become_deterministic_too_late(self):
-        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+        with self.assertRaisesRegex(ValueError, "Call it before you create the strategy"):
             train_with_late_determinism(_cluster(), 2, _fit_in)
 
     def test_an_outer_optimizer_takes_windows_of_a_fixed_length(self):

@@ -245,7 +245,7 @@ class RefusedTest(tf.test.TestCase, parameterized.TestCase):
                 model.compile(keras.optimizers.MultiOptimizer(optimizers), "mse")
             _fit(model)
 
-        with self.assertRaisesRegex(REFUSALS, "`outer_optimizer` must be None where a step trains with several"):
+        with self.assertRaisesRegex(REFUSALS, "`outer_optimizer` must be None if a step trains with several"):
             _cluster(2).run(run)
 
     def test_ranks_compare_it(self):

@@ -10,7 +10,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf import codecs
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.dts.exchange import DTSExchange, DTSSettings
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -80,13 +80,13 @@ class _Rank:
             if is_due:
                 self._membership.wait_until(lambda window=window: window in self._means, 1e9)
             ends.append(self._scheduler.now)
-        for window in self._schedule.under_way(num_steps):
+        for window in self._schedule.in_flight(num_steps):
             self._membership.wait_until(lambda window=window: window in self._means, 1e9)
         self._membership.leave(sent_rounds={"group": self._exchange.sent_rounds}, reason="")
         return ends
 
     def _average(self, window):
-        (mean,) = self._exchange.step(Outgoing(window, 0, (self._values,))).buckets
+        (mean,) = self._exchange.step(Request(window, 0, (self._values,))).buckets
         with self._membership.monitor:
             self._means[window] = mean
             self._membership.monitor.notify_all()

@@ -633,10 +633,10 @@ class FitTest(tf.test.TestCase, parameterized.TestCase):
         step, commit = DTSExchange.step, DTSExchange._commit
         waits = [threading.Event() for _ in range(_NUM_STEPS + 1)]
 
-        def step_late(exchange, outgoing):
-            if exchange._membership.rank == 1 and outgoing.step % 2 == 1:
-                self.assertTrue(waits[outgoing.step + 1].wait(_OPTIONS.timeout_seconds))
-            return step(exchange, outgoing)
+        def step_late(exchange, request):
+            if exchange._membership.rank == 1 and request.step % 2 == 1:
+                self.assertTrue(waits[request.step + 1].wait(_OPTIONS.timeout_seconds))
+            return step(exchange, request)
 
         def noted_commit(exchange, window):
             self.assertLessEqual(exchange.sent_rounds, window)  # The next window does not count before this one.

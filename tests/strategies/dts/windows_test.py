@@ -6,30 +6,30 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.runtime.outer import OuterSteps
+from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.strategies.dts.windows import Schedule, largest
 
 
 class ScheduleTest(tf.test.TestCase):
     def test_windows_are_merged_in_order_and_their_slots_are_free(self):
         for delay, interval in itertools.product(range(30), range(1, 20)):
-            schedule, under_way, num_merged = Schedule(delay, interval), [], 0
+            schedule, in_flight, num_merged = Schedule(delay, interval), [], 0
             for num_steps in range(1, 90):
                 has_ended, window = schedule.ended(num_steps)
                 if has_ended:
                     self.assertEqual((window + 1) * interval, num_steps)
-                    under_way.append(window)
+                    in_flight.append(window)
                 # The last window of a `fit`, which may be shorter, needs one more slot, wherever the `fit` ends.
-                self.assertLessEqual(len(under_way) + (num_steps % interval > 0), schedule.num_slots)
+                self.assertLessEqual(len(in_flight) + (num_steps % interval > 0), schedule.num_slots)
                 is_due, window = schedule.due(num_steps)
                 if is_due:
-                    self.assertLen(under_way, schedule.num_newer + 1)
-                    self.assertEqual((window, under_way.pop(0)), (num_merged, num_merged))
+                    self.assertLen(in_flight, schedule.num_newer + 1)
+                    self.assertEqual((window, in_flight.pop(0)), (num_merged, num_merged))
                     self.assertEqual((window + 1) * interval + delay, num_steps)
                     num_merged += 1
-                self.assertEqual([*schedule.under_way(num_steps)], under_way)
+                self.assertEqual([*schedule.in_flight(num_steps)], in_flight)
                 # A window that sends values held back needs a slot even after a whole window.
-                self.assertLessEqual(len(under_way) + 1, schedule.num_slots)
+                self.assertLessEqual(len(in_flight) + 1, schedule.num_slots)
 
 
 class SelectionTest(tf.test.TestCase):
@@ -37,7 +37,7 @@ class SelectionTest(tf.test.TestCase):
         """Smaller values stay this rank's own changes until they are among the largest."""
         selection = codecs.TopK(ratio=0.4)
         variable = tf.Variable(tf.zeros(5))
-        outer = OuterSteps([variable], [variable.read_value()], num_trained=1, max_newer=0)
+        outer = OuterOptimizer([variable], [variable.read_value()], num_trained=1, max_newer=0)
 
         def train(window, change, mean):
             variable.assign_add(change)
@@ -79,19 +79,19 @@ class OuterStepsTest(tf.test.TestCase):
         random = np.random.default_rng(0)
         start = tf.constant(random.normal(size=50), tf.float32)
         ranks = [tf.Variable(start) for _ in range(2)]
-        outers = [OuterSteps([rank], [start], num_trained=1, max_newer=2) for rank in ranks]
-        handed_out = []
+        outers = [OuterOptimizer([rank], [start], num_trained=1, max_newer=2) for rank in ranks]
+        submitted = []
         for _ in range(300):
             for rank in ranks:
                 rank.assign_add(1e-3 * random.normal(size=50).astype(np.float32))
-            handed_out.append(np.mean([outer.take()[0] for outer in outers], axis=0))
-            if len(handed_out) > 2:
+            submitted.append(np.mean([outer.take()[0] for outer in outers], axis=0))
+            if len(submitted) > 2:
                 for outer in outers:
-                    outer.merge([handed_out[0]])
+                    outer.merge([submitted[0]])
                     outer.give(2)
-                handed_out.pop(0)
+                submitted.pop(0)
             self.assertLess(np.abs(ranks[0] - ranks[1]).max(), 0.02)
-        for num_newer, mean in reversed([*enumerate(reversed(handed_out))]):
+        for num_newer, mean in reversed([*enumerate(reversed(submitted))]):
             for outer in outers:
                 outer.merge([mean])
                 outer.give(num_newer)

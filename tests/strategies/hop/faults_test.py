@@ -155,7 +155,9 @@ class _Case:
 
     def falls_apart(self, error):
         """True if the error says that the graph has fallen apart, and networkx agrees."""
-        match = re.search(r"ranks \[([\d, ]+)\] have left, and the communication graph .* not connected", str(error))
+        match = re.search(
+            r"ranks \[([\d, ]+)\] have left, and the communication graph .* no longer connected", str(error)
+        )
         if match is None:
             return False
         left = {int(rank) for rank in match[1].split(",")}

@@ -58,7 +58,7 @@ def _run(settings, sign):
 
 
 class HopFitLossTest(tf.test.TestCase, parameterized.TestCase):
-    def _check_the_others(self, results, message=f"takes all ranks, and rank {_LOST} was lost"):
+    def _check_the_others(self, results, message=f"needs all ranks, and rank {_LOST} was lost"):
         results.raise_for_errors(except_ranks=[_LOST])
         for rank in set(range(_WORLD_SIZE)) - {_LOST}:
             steps, weights, error = results[rank].value

@@ -260,7 +260,7 @@ class RefusedTest(tf.test.TestCase):
     def test_a_custom_loop_cannot_skip(self):
         for message in _join(_run_refused):
             self.assertIn(
-                "HopStrategy, unless skip=None, passes over iterations. That takes `fit`: the steps of a custom loop",
+                "HopStrategy skips iterations unless skip=None. Only `fit` can skip steps; a custom loop",
                 message,
             )
 

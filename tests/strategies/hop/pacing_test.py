@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.hop.absence import Absence
 from hop_tf.strategies.hop.exchange import HopExchange
@@ -115,7 +115,7 @@ class WindowTest(tf.test.TestCase):
         exchange._enter(0)
         membership.sent.clear()
         membership.on_look = lambda: [exchange.admit(rank, 1) for rank in (1, 2)]
-        exchange._send(Outgoing(0, 0, (np.zeros(3, np.float32),)).buckets, 0)
+        exchange._send(Request(0, 0, (np.zeros(3, np.float32),)).buckets, 0)
         self.assertNotIn(2, membership.sent)
 
     def test_neighbors_join_together_in_a_long_session(self):

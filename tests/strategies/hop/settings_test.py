@@ -31,12 +31,12 @@ class HopSettingsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ({"max_iteration_gap": 0}, "`max_iteration_gap` must be an integer from 1 to 1000"),
         ({"max_iteration_gap": 1001}, "`max_iteration_gap` must be an integer from 1 to 1000"),
-        ({"max_iteration_gap": None, "max_staleness": 2}, "also where nobody is meant to wait: a rank has room for"),
+        ({"max_iteration_gap": None, "max_staleness": 2}, "There is no unlimited gap, because a rank keeps room for"),
         ({"num_backup_workers": -1}, "`num_backup_workers` must be an integer of at least 0"),
         ({"num_backup_workers": 0.5}, "`num_backup_workers` must be an integer of at least 0"),
         ({"num_backup_workers": []}, "`num_backup_workers` must be an integer of at least 0, or a list of these"),
         ({"num_backup_workers": [1, -1]}, r"one for each rank. Received: num_backup_workers=\[1, -1\]."),
-        ({"num_backup_workers": (0, 0), "skip": SkipIterations()}, "`skip` must come with backup workers or staleness"),
+        ({"num_backup_workers": (0, 0), "skip": SkipIterations()}, "`skip` needs backup workers or staleness"),
         ({"max_staleness": -2}, "`max_staleness` must be an integer of at least 0"),
         ({"max_staleness": None}, "`max_staleness` must be an integer of at least 0"),
         ({"update_order": "random"}, "`update_order` must be one of parallel, serial"),
@@ -44,7 +44,7 @@ class HopSettingsTest(tf.test.TestCase, parameterized.TestCase):
         ({"synchronization": None}, "`synchronization` must be one of queues, notify_ack"),
         ({"on_peer_loss": "ignore"}, "`on_peer_loss` must be one of None, raise, continue"),
         ({"skip": True, "num_backup_workers": 1}, "`skip` must be a hop_tf.SkipIterations or None"),
-        ({"skip": SkipIterations()}, "`skip` must come with backup workers or staleness"),
+        ({"skip": SkipIterations()}, "`skip` needs backup workers or staleness"),
         ({"skip": _SKIP_AT_5, "num_backup_workers": 1, "max_iteration_gap": 4}, "at most max_iteration_gap: no rank"),
         ({"skip": _SKIP_AT_5, "max_staleness": 3}, r"at most max_staleness \+ 1 without backup workers: a neighbor"),
         ({"synchronization": "notify_ack", "num_backup_workers": 1}, "`synchronization` must be 'queues' with backup"),
@@ -111,7 +111,7 @@ class TopologyTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertLogs("absl", "WARNING") if warns else self.assertNoLogs("absl", "WARNING") as logs:
             HopSettings(**settings).check_topology(topology)
         if warns:
-            self.assertIn("has unequal weights, which backup workers and staleness do not use", logs.output[0])
+            self.assertIn("has unequal weights, but backup workers and staleness ignore them", logs.output[0])
 
     def test_a_number_for_each_rank(self):
         settings = HopSettings(num_backup_workers=[1, 0, 2])

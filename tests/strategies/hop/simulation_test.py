@@ -569,7 +569,7 @@ def _simulate(**arguments):
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ({"skip": hop_tf.SkipIterations()}, "`skip` must come with backup workers or staleness"),
+        ({"skip": hop_tf.SkipIterations()}, "`skip` needs backup workers or staleness"),
         ({"num_steps": [3, 3]}, r"one for each of 4 ranks\. Received: num_steps=\[3, 3\]"),
         ({"num_steps": [3] * 6}, "one for each of 4 ranks"),
         ({"num_steps": [3, 3, 3, -1]}, "`num_steps` must be an integer of at least 0. Received: num_steps=-1"),

@@ -142,12 +142,14 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(
                 strategy._settings, PipeSGDSettings(pipeline_width=1, codec=codecs.Identity(), algorithm="mesh")
             )
-            self.assertIn("operations are deterministic, so nothing is chosen by times. To keep", stderr.getvalue())
+            self.assertIn(
+                "operations are deterministic, so ranks choose nothing by measured times. To keep", stderr.getvalue()
+            )
             given = hop_tf.PipeSGDStrategy(pipeline_width=2, codec="int8", algorithm="ring")
             self.assertEqual((given._settings.pipeline_width, given._settings.algorithm), (2, "ring"))
 
     def test_operations_that_become_deterministic_too_late(self):
-        with self.assertRaisesRegex(ValueError, "Call it before the strategy is made"):
+        with self.assertRaisesRegex(ValueError, "Call it before you create the strategy"):
             train_with_late_determinism(
                 _cluster(), 2, lambda strategy: linear.fit_in(strategy, _OPTIMIZERS["momentum"])
             )

@@ -14,7 +14,7 @@ from absl.testing import absltest
 
 from hop_tf import codecs
 from hop_tf.runtime.autotuning import Setting
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.gradients import specs_beside
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way
@@ -106,9 +106,9 @@ class _Rank:
     def _communicate(self):
         for step in range(_NUM_STEPS):
             self._wait(lambda step=step: self._num_out > step)
-            incoming = self._exchange.step(Outgoing(step, 0, self._buckets(step)))
+            result = self._exchange.step(Request(step, 0, self._buckets(step)))
             bucket, where = self._packing.place(0)
-            mean = incoming.buckets[bucket][where]
+            mean = result.buckets[bucket][where]
             self._world.check_mean(step, mean)
             self.digests.append(hashlib.sha256(mean.tobytes()).digest())
             self.settings.append(self._exchange.tuner.setting)

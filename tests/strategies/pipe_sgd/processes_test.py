@@ -108,7 +108,7 @@ def _average(size, fault_at, fault):
 
 def _break_connections(strategy):
     """Breaks the connections that bring messages; returns their number."""
-    servers = strategy.training.worker._transport._sockets
+    servers = strategy.training.runtime._transport._sockets
     connections = [each for server in servers for each in tuple(server._connections)]
     for connection in connections:
         connection.end()
@@ -147,20 +147,20 @@ class _WaitsInBackward(keras.layers.Layer):
 
 def _run_segments():
     """Trains; returns for each step True if the last layer's gradient left before the first layer's was computed."""
-    handed_out, in_time = threading.Event(), []
+    submitted, in_time = threading.Event(), []
 
     def wait(gradient):
-        in_time.append(handed_out.wait(20))
+        in_time.append(submitted.wait(20))
         return gradient
 
     step = PipeSGDExchange.step
 
-    def record_and_step(self, outgoing):
-        if outgoing.segment == 0:
-            handed_out.set()
-        result = step(self, outgoing)
-        if outgoing.segment == 1:
-            handed_out.clear()
+    def record_and_step(self, request):
+        if request.segment == 0:
+            submitted.set()
+        result = step(self, request)
+        if request.segment == 1:
+            submitted.clear()
         return result
 
     with mock.patch.object(PipeSGDExchange, "step", record_and_step):

@@ -1,4 +1,4 @@
-"""Tests of Pipe-SGD with a replay of a rank's own gradients, from `hop_tf.runtime.replay`, against NumPy."""
+"""Tests of Pipe-SGD with a replay of a rank's own gradients, from `hop_tf.runtime.look_ahead`, against NumPy."""
 
 import dataclasses
 from unittest import mock
@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
-from hop_tf.runtime import replay
+from hop_tf.runtime import look_ahead
 from support import OwnOptimizers, fewer_steps, in_process, linear_loss, two_kernels
 from support.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 
@@ -225,7 +225,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         optimizer.build([variable])
         num_slots = sum(each.shape == variable.shape for each in optimizer.variables)
         with tf.variable_creator_scope(record):
-            replay.make_replay(optimizer, [variable.value], delay=width - 1)
+            look_ahead.make_look_ahead(optimizer, [variable.value], delay=width - 1)
         self.assertEqual(sum(each.shape == variable.shape for each in created), 1 + num_slots + width - 2)
 
     @parameterized.parameters({"world_size": 3, "num_segments": 3}, {"world_size": 5, "algorithm": "ring"})
@@ -288,7 +288,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
             return [*model.get_weights(), *(v.numpy() for v in model.optimizer.variables)]
 
         together = _cluster(2, pipeline_width=2).run(run)
-        with mock.patch.object(replay, "has_twin", lambda *arguments: False):
+        with mock.patch.object(look_ahead, "has_twin", lambda *arguments: False):
             alone = _cluster(2, pipeline_width=2).run(run)
         for of_rank in together:
             for mine, first, other in zip(of_rank, together[0], alone[0], strict=True):

@@ -351,7 +351,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters((2, "replay"), (3, "none"))
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_one_rank_ends_early_with_means_under_way(self, width, compensation):
+    def test_one_rank_ends_early_with_means_in_flight(self, width, compensation):
         """The rank's last gradients count on all ranks. The others go on without that rank."""
         num_steps = 3
 
@@ -560,7 +560,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         ({"compensation": "keep"}, ValueError, "`compensation` must be one of replay, none. Received: .*='keep'"),
         ({"warmup_steps": 5}, ValueError, "`warmup_steps` must be 0 unless compensation='none'.* Received: .*=5"),
         ({"codec": "int4"}, ValueError, "`codec` must be one of"),
-        ({"codec": "top_k"}, ValueError, r"take hop_tf.codecs.TopK\(error_feedback=True\).* all but 0.01 of"),
+        ({"codec": "top_k"}, ValueError, r"use hop_tf.codecs.TopK\(error_feedback=True\).* all but 0.01 of"),
         ({"codec": 8}, TypeError, "`codec` must be a hop_tf.codecs.Codec"),
     )
     def test_refuses(self, arguments, error, message):

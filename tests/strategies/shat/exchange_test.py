@@ -486,7 +486,7 @@ class SessionsTest(tf.test.TestCase):
             threads.servers[0].restarted(1)
             other = ShatWorker(threads.workers[1].exchange._membership, group="0-other")
             with self.assertRaisesRegex(
-                MismatchError, r"rank 1: ps 0 at \S+: this process was started again, and would train"
+                MismatchError, r"rank 1: ps 0 at \S+: this process was restarted, and would train"
             ):
                 other.exchange.state.configure(joins=True)
             model, _ = threads.workers[0].push(1, 1.0)
@@ -543,7 +543,7 @@ class SessionsTest(tf.test.TestCase):
             thread.join()
 
     def _fails_to_configure(self, worker):
-        with self.assertRaisesRegex(HopError, r"rank 1: ps 0 at \S+: rank 0 has gone before the servers had"):
+        with self.assertRaisesRegex(HopError, r"rank 1: ps 0 at \S+: rank 0 left before the servers had"):
             worker.exchange.state.configure(joins=False)
 
 
@@ -718,7 +718,7 @@ class LostTest(tf.test.TestCase):
             threads.workers[0].exchange.state.pull()
             self.assertAllEqual(threads.workers[0].variable, np.full(NUM_VALUES, 1 - RATE * (0.5 + 4)))
             self.assertEqual(threads.workers[0].exchange._membership.num_lost, 1)
-            with self.assertRaisesRegex(PeerLostError, "goes on without rank 1"):
+            with self.assertRaisesRegex(PeerLostError, "continues without rank 1"):
                 threads.workers[1].push(1, 1.0)
             self.assertTrue(threads.workers[1].exchange._membership.is_given_up)
 

@@ -33,7 +33,7 @@ class _Wire:
 
     def __init__(self):
         self.pool = BufferPool()
-        self.under_way = []
+        self.in_flight = []
         self._handlers = {}
 
     def register(self, queue, handler):
@@ -41,7 +41,7 @@ class _Wire:
 
     def send(self, peer, queue, header=b"", payload=(), lane=0):
         del peer, queue, lane
-        self.under_way.append((header, payload))
+        self.in_flight.append((header, payload))
 
     def receive(self, parts):
         """Delivers bytes as they come from a socket."""
@@ -71,16 +71,16 @@ def _push_and_pull(num_values, num_rounds):
         parts = [np.frombuffer(configure.SerializeToString(), np.uint8)]
         net.deliver(worker, CONFIGURE, b"", net.receive(parts + _first_state(packing) if worker == 0 else parts))
     for sequence in range(1, num_rounds + 1):
-        net.under_way.clear()
+        net.in_flight.clear()
         pushes = [net.receive_ones(packing) for _ in range(_NUM_WORKERS)]
         for worker in range(_NUM_WORKERS):
             push = pb.Push(group="g", session=1, sequence=sequence, rate=1.0, is_applied=True)
             net.deliver(worker, PUSH, push.SerializeToString(), pushes.pop())
-    net.under_way.clear()
+    net.in_flight.clear()
     for worker in range(_NUM_WORKERS):
         net.deliver(worker, PULL, pb.Pull(group="g", number=1).SerializeToString())
     # The lengths, the manifest, the model, each with its padding.
-    return [float(payload[4].view(np.float32)[0]) for _, payload in net.under_way]
+    return [float(payload[4].view(np.float32)[0]) for _, payload in net.in_flight]
 
 
 def _configure(packing, *, has_state):

@@ -266,7 +266,7 @@ class ServedGroupTest(tf.test.TestCase, parameterized.TestCase):
         answers = group.remove(2, is_lost=True)
         self.assertEqual(sorted(answer.worker for answer in answers), [0, 1])
         self.assertEqual(answers[0].buckets[0][0], -2.0)
-        with self.assertRaisesRegex(ProtocolError, "goes on without rank 2"):
+        with self.assertRaisesRegex(ProtocolError, "continues without rank 2"):
             group.push(2, _push(1, 1.0))
 
     @parameterized.product(staleness=(0, 1, 4), seed=(0, 1, 2))
@@ -379,7 +379,7 @@ class WireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(wire.codec_from_json(wire.codec_to_json(codec)), codec)
 
     def test_refuses_an_unknown_codec(self):
-        with self.assertRaisesRegex(ProtocolError, "no codec is described by"):
+        with self.assertRaisesRegex(ProtocolError, "describes no codec"):
             wire.codec_from_json(json.dumps({"name": "zip", "settings": {}}))
 
     def test_only_gradients_pass_through_the_codec(self):
@@ -485,7 +485,7 @@ class SnapshotsTest(tf.test.TestCase):
             snapshots.write("g", group, final=True)
         reason = f"{self._directory}/ps_2_g: No space left on device"
         self.assertEqual(snapshots.failures("g"), (1, reason))
-        self.assertIn(f"{reason}. Training goes on; the one after 1 pushes stays.", logs.output[0])
+        self.assertIn(f"{reason}. Training continues; the one after 1 pushes stays.", logs.output[0])
         self.assertEqual(self._snapshots().read("g", b"", self._packing).num_pushes, 1)
         os.remove(filler)
         self.assertEqual(os.listdir(self._directory), ["ps_2_g"])  # The unfinished file is gone.
@@ -526,7 +526,7 @@ class SnapshotsTest(tf.test.TestCase):
         flipped = (whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :] for place in range(len(whole)))
         for torn in itertools.chain((whole[:size] for size in range(len(whole))), flipped, [bytes(len(whole))]):
             path.write_bytes(torn)
-            with self.assertRaisesRegex(ProtocolError, f"{path} is damaged.*Bring back a copy of it, or remove all"):
+            with self.assertRaisesRegex(ProtocolError, f"{path} is damaged.*Restore a copy of it, or remove"):
                 self._snapshots().read("g", b"mine", self._packing)
         path.write_bytes(whole)
         self.assertEqual(self._snapshots().read("g", b"mine", self._packing).num_pushes, 1)

@@ -248,7 +248,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             runner.wait_for_output(0, "step 30")
             runner.send_signal(1, signum, task_type="ps")
             _restart_server(runner, 1)
-            runner.wait_for_output(0, "ps 1 at .* was started again, and goes on from its snapshot of [1-9]")
+            runner.wait_for_output(0, "ps 1 at .* was restarted, and resumes from its snapshot of [1-9]")
             results = runner.join().raise_for_errors()
         num_steps = _NUM_STEPS * _NUM_EPOCHS
         is_half = consistency == "bsp" or interval > 1  # Of two workers, each step counts half, or two are one update.
@@ -274,7 +274,7 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
             runner.restart(0, task_type="ps")
             results = runner.join()
         for *_, error in results.values:
-            self.assertRegex(error, "^PeerLostError: .*(nobody listens there|was restarted, and has lost what)")
+            self.assertRegex(error, "^PeerLostError: .*(no process listens there|was restarted, and has lost its)")
 
     @pytest.mark.stress
     def test_a_server_that_is_restarted_before_the_first_push_is_initialized_again(self):
@@ -352,10 +352,10 @@ class ShatProcessesTest(tf.test.TestCase, parameterized.TestCase):
         with MultiProcessRunner(_train_until_it_fails, 2, num_ps=1, args=(consistency, 5)) as runner:
             runner.wait_for_output(1, "step 10")
             runner.pause(1)
-            runner.wait_for_output(0, "goes on without rank 1", _CONTRACT_SECONDS, task_type="ps")
+            runner.wait_for_output(0, "continues without rank 1", _CONTRACT_SECONDS, task_type="ps")
             runner.wait_for_output(0, "has trained")
             runner.resume(1)
-            runner.wait_for_output(1, "raised PeerLostError: rank 1.*(goes on without rank 1|ps 0 at 127)")
+            runner.wait_for_output(1, "raised PeerLostError: rank 1.*(continues without rank 1|ps 0 at 127)")
             results = runner.join().raise_for_errors()
         self.assertEqual(results.ps[0].exit_code, 0)
 

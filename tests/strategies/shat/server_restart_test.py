@@ -126,8 +126,8 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLen(logs.output, 1)
         self.assertRegex(
             logs.output[0],
-            r"rank 0: ps 1 at in-process:2 was started again, and goes on from its snapshot of 1 pushes. 9 later "
-            "ones that this rank knows of are lost",
+            r"rank 0: ps 1 at in-process:2 was restarted, and resumes from its snapshot of 1 pushes. 9 later "
+            "pushes that this rank knows of are lost",
         )
         self.assertEqual(self._counters(worker), (1, 9))
         half = NUM_VALUES // 2
@@ -280,7 +280,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
             worker.push(step, 1.0)
 
     def test_without_a_snapshot_of_the_training_it_is_an_error(self):
-        lost = "it was started again, and has no snapshot of this training.*Start the job again"
+        lost = "it was restarted, and has no snapshot of this training.*Start the job again"
         for make_unusable in ("no file", "another directory", "another training"):
             with self.subTest(make_unusable), tempfile.TemporaryDirectory() as self._directory:
                 threads = self._start(1, 1)
@@ -353,7 +353,7 @@ class ServerRestartTest(tf.test.TestCase, parameterized.TestCase):
         worker.exchange.state.offer()
         self.assertTrue(_becomes_true(lambda: _group(server).num_assigned == 2))
         self.assertEqual(threads.restart_server(0), [True])
-        self._fails(worker, "its snapshot is older than the model that it was given.*Start the job again")
+        self._fails(worker, "its snapshot is older than the model that it got.*Start the job again")
 
     @parameterized.parameters("async", "ssp", "bsp")
     @pytest.mark.stress(but=1)

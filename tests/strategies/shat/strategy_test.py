@@ -555,17 +555,17 @@ class AsynchronousTest(tf.test.TestCase, parameterized.TestCase):
             make_algorithm = strategy.make_algorithm
 
             def make_algorithm_of_joined(group):  # As in a restarted process.
-                strategy.training.worker._joined_session = 1
+                strategy.training.runtime._joined_session = 1
                 return make_algorithm(group)
 
-            strategy.training.worker._make_algorithm = make_algorithm_of_joined
+            strategy.training.runtime._make_algorithm = make_algorithm_of_joined
             with strategy.scope():
                 model = _TwoOptimizers()
                 model.build((None, 3))
                 model.compile()
             _fit(model)
 
-        with self.assertRaisesRegex(ValueError, "to join a running job after a restart, a step must update by one"):
+        with self.assertRaisesRegex(ValueError, "to join a running job after a restart, a step must use one"):
             _cluster(num_workers=1, num_ps=1).run(train)
 
     @pytest.mark.slow
@@ -703,7 +703,7 @@ class SettingsTest(tf.test.TestCase):
         path.unlink()
         _cluster(snapshots=snapshots).run(train)
         next(pathlib.Path(directory).glob("ps_1_*")).unlink()
-        with self.assertRaisesRegex(HopError, "rank .: ps 0 went on from a snapshot, and ps 1 found none"):
+        with self.assertRaisesRegex(HopError, "rank .: ps 0 resumed from a snapshot, and ps 1 found none"):
             _cluster(snapshots=snapshots).run(train)
 
     def test_training_goes_on_when_snapshots_cannot_be_written_and_workers_tell_once(self):

@@ -262,8 +262,8 @@ class _HostsTestCase(parameterized.TestCase):
         self.assertEqual([task["restarts"] for task in self.summary()["tasks"]], [0, 1])
 
     @parameterized.parameters(
-        ("rm script.py", "host 127.0.0.1: there is no script .*work/script.py. Nothing is copied"),
-        ("mv ../work ../elsewhere", "host 127.0.0.1: there is no directory .*work .*Nothing is copied"),
+        ("rm script.py", "host 127.0.0.1: there is no script .*work/script.py. The launcher copies nothing"),
+        ("mv ../work ../elsewhere", "host 127.0.0.1: there is no directory .*work .*The launcher copies nothing"),
     )
     def test_paths_that_are_not_there(self, before, message):
         path = os.path.join(self.directory, "ssh_after_all")

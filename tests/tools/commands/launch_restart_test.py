@@ -79,7 +79,7 @@ _JOINS = """
     def call(num_steps):
         if rank == 1 and is_first and num_steps == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        if rank == 1 and not is_first and not strategy.training.worker.joining:
+        if rank == 1 and not is_first and not strategy.training.runtime.joining:
             open("joined", "w").close()
         if rank == 0 and num_steps > 5 and not os.path.exists("joined"):
             time.sleep(0.1)

@@ -208,7 +208,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(found.recommend_dts(codec_names=("identity",)).bytes_per_step * 12, 2 * num_values)
 
     def test_world_of_one(self):
-        with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):
+        with self.assertRaisesRegex(RuntimeError, "one rank alone has no all-reduce to measure"):
             timing.measure(hop_tf.PipeSGDStrategy())
 
     def test_refuses_codecs_that_were_not_measured(self):
@@ -262,7 +262,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertRegex(text, r"  4 +4 +identity +mesh +37\.500 MB +1200\.2 ms +300\.0 ms +100%")
         # The largest 1 %, each 5.01 bytes, to three ranks: 3 * 1.25e6 bytes. To select them takes 10 ms a window.
         self.assertRegex(text, r"  20 +12 +top_k +mesh +0\.313 MB +30\.2 ms +300\.8 ms +100%")
-        # Four steps take 1.2 s: 0.2 ms are left, of which each of the eight steps under way waits for a part.
+        # Four steps take 1.2 s: 0.2 ms are left, of which each of the eight steps in flight waits for a part.
         self.assertRegex(text, r"recommended +4 +4 +identity +mesh +37\.500 MB +1200\.2 ms +300\.0 ms +100%")
         self.assertIn("Synchronous SGD computes for 0.3 s a step, and waits for 1.2 s.", text)
         # All settings in one table: here 1.2 s for a pipeline of float32, and what that has cost.
@@ -380,7 +380,7 @@ class PlanTest(tf.test.TestCase, parameterized.TestCase):
     def test_refuses_a_world_of_one(self):
         with mock.patch.dict(os.environ, {"HOP_TF_PLAN": "1"}):
             strategy = hop_tf.PipeSGDStrategy()
-        with self.assertRaisesRegex(RuntimeError, "nothing to measure in a world of one"):
+        with self.assertRaisesRegex(RuntimeError, "one rank alone has no all-reduce to measure"):
             _train(strategy)
 
     def test_refuses_like_the_launcher(self):

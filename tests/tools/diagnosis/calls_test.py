@@ -24,7 +24,7 @@ def _recorded(call):
         return make_recorder(None)
 
     config = '{"cluster": {"worker": ["localhost:1", "localhost:2"]}, "task": {"type": "worker", "index": 0}}'
-    patches = {"make_recorder": make, "Worker": mock.MagicMock(), "register_cluster": mock.Mock()}
+    patches = {"make_recorder": make, "RankRuntime": mock.MagicMock(), "register_cluster": mock.Mock()}
     with mock.patch.multiple("hop_tf.strategy", **patches), mock.patch.dict("os.environ", {"TF_CONFIG": config}):
         call()
     return read_settings(about)

@@ -45,7 +45,7 @@ class LiveTest(parameterized.TestCase):
         awaited = {0: collections.Counter({1: 9, 2: 1})}
         text = self.diagnose(*_reports((10, 0, 10), usual=(0.1, 0.2, 0.1)), awaited)
         self.assertIn("A step takes 200 ms, the mean of 300 steps in 20 s.", text)
-        self.assertIn("rank 0: 50% computing and what else it does on its own, 50% waiting for others", text)
+        self.assertIn("rank 0: 50% computing and other work of its own, 50% waiting for others", text)
         self.assertIn("most often for rank 1. It sends 10 Mbit/s.", text)
         self.assertIn("rank 1 is the slowest: on its own, a step takes 200 ms, of the others 100 ms.", text)
         self.assertIn("slow in most of its latest steps.", text)
@@ -81,7 +81,7 @@ class LiveTest(parameterized.TestCase):
         text = self.diagnose(before, after, {0: collections.Counter({2: 9, 1: 1})})
         self.assertIn("ps 1 does not answer: unavailable: gone", text)
         self.assertIn("A step takes 200 ms, the mean of 200 steps", text)
-        self.assertIn("rank 0: 50% computing and what else it does on its own, 50% waiting for others, most", text)
+        self.assertIn("rank 0: 50% computing and other work of its own, 50% waiting for others, most", text)
         self.assertIn("most often for ps 0. It sends", text)
         self.assertIn("ps 0 sends 10 Mbit/s.", text)
         self.assertNotIn("rank 2", text)

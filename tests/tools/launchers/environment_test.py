@@ -61,7 +61,7 @@ class EnvironmentTest(tf.test.TestCase, parameterized.TestCase):
         cluster, said = self.cluster({**variables, **_SLURM, **_RANK}, num_ps=1, timeout_seconds=7)
         self.assertEqual(cluster.addresses, ("train-0.train:7400", "train-1.train:7400", "train-2.train:7400"))
         self.assertEqual((cluster.ps_addresses, cluster.rank), (("train-3.train:7400",), 2))
-        self.assertIn("started by who has set HOP_TF_ADDRESSES: this is worker 2 of 4", said)
+        self.assertIn("started by a launcher that sets HOP_TF_ADDRESSES: this is worker 2 of 4", said)
         self.check_own_name.assert_called_once_with(tuple(f"train-{i}.train:7400" for i in range(4)), 2, 7)
 
     def test_the_number_of_servers_contradicts_tf_config(self):

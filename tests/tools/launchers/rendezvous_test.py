@@ -111,7 +111,7 @@ class RendezvousTest(parameterized.TestCase):
             connection, _ = server.accept()
             with connection:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
-                self.expect(future, DeadlineExceededError, "it speaks another language")
+                self.expect(future, DeadlineExceededError, "does not speak this protocol")
 
     def test_the_port_is_in_use(self):
         with socket.create_server(self.master):
@@ -143,7 +143,7 @@ class RendezvousTest(parameterized.TestCase):
                     session.open_hello(_read(connection))
                 reply = session.seal_reply(messages.addresses_to_bytes(["127.0.0.1:1", "127.0.0.1:2"]))
                 connection.sendall(messages.frame(reply))
-                self.expect(future, HopError, "what answers at .* does not know this rank's cluster token")
+                self.expect(future, HopError, "the process at .* does not know this rank's cluster token")
 
     def test_numbers_differ(self):
         waiting = self.start(0, 2)
@@ -180,7 +180,7 @@ class RendezvousTest(parameterized.TestCase):
             with self.assertRaises(HopError):
                 messages.addresses_from_bytes(_reply_body(stranger))
             challenge = _read(stranger := self.connect())
-        with mock.patch.object(host, "MAX_STRANGERS", 0):
+        with mock.patch.object(host, "MAX_UNAUTHENTICATED", 0):
             for _ in range(8):
                 self.connect()
             second = self.start(1, 2).result(_PATIENCE_SECONDS)
@@ -207,7 +207,7 @@ class RendezvousTest(parameterized.TestCase):
             except HopError as error:
                 problems.append(str(error))
         self.assertContainsSubset({"too many wrong cluster tokens from this host"}, problems)
-        with mock.patch.object(host.GuessLimit, "take", return_value=True):
+        with mock.patch.object(host.GuessRateLimiter, "take", return_value=True):
             self.start(1, 2, token="a secret").result(_PATIENCE_SECONDS)
         waiting.result(_PATIENCE_SECONDS)
 
@@ -216,7 +216,7 @@ class RendezvousTest(parameterized.TestCase):
         for number, address in ((1, "10.0.0.2:4"), (2, "10.0.0.3:4")):
             guest = self.connect()
             guest.sendall(messages.frame(_hello(_read(guest), number, 3, address)))
-        message = r"rank 0 at 127\.0\.0\.1:\d+ has a loopback address.*rank 1 at 10\.0\.0\.2:4, do not reach"
+        message = r"rank 0 at 127\.0\.0\.1:\d+ has a loopback address.*, such as that of rank 1 at 10\.0\.0\.2:4\."
         self.expect(waiting, ClusterConfigError, message)
 
 

@@ -67,7 +67,7 @@ class FindPlaceTest(parameterized.TestCase):
             self.assertEqual((place.local_number, place.num_local), (1, 2))
 
     @parameterized.parameters(
-        ({**_ADDRESSES, **_TORCHRUN, **_OPEN_MPI, **_SLURM}, "who has set HOP_TF_ADDRESSES"),
+        ({**_ADDRESSES, **_TORCHRUN, **_OPEN_MPI, **_SLURM}, "a launcher that sets HOP_TF_ADDRESSES"),
         ({**_TORCHRUN, **_OPEN_MPI, **_SLURM}, "torchrun"),
         ({**_OPEN_MPI, **_SLURM}, "mpirun (Open MPI)"),  # Slurm's are those of the daemon that mpirun has started.
         ({**_SLURM, "PMI_RANK": "1", "PMI_SIZE": "2"}, "srun (Slurm)"),  # srun --mpi=pmi2

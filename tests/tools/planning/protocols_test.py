@@ -14,7 +14,7 @@ from absl.testing import parameterized
 
 from hop_tf import codecs
 from hop_tf.collectives import get_network
-from hop_tf.runtime.exchange import Outgoing
+from hop_tf.runtime.exchange import Request
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
 from hop_tf.strategies.canary.gei import Thresholds
@@ -122,7 +122,7 @@ class _Canary:
 
     def _take_steps(self, rank, exchange):
         empty, step = (np.empty(0, np.float32),), 0
-        exchange.step(Outgoing(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),)))
+        exchange.step(Request(0, exchange.start_segment, (np.zeros(exchange.parts[-1].sizes[0], np.float32),)))
         while step < _NUM_STEPS:
             if step >= _NUM_STEPS // 2:
                 self.begun_at = min(self.begun_at, self._cluster.scheduler.now)
@@ -130,10 +130,10 @@ class _Canary:
             self._cluster.scheduler.sleep(float(self._durations[rank, step]))
             for colayer, part in enumerate(exchange.parts[: len(_COLAYERS)]):
                 (bucket,) = exchange.emit_encode(colayer, [tf.zeros(part.sizes[0])])
-                incoming = exchange.step(Outgoing(step, colayer, (bucket.numpy(),)))
-            step += 1 + incoming.num_skipped
+                result = exchange.step(Request(step, colayer, (bucket.numpy(),)))
+            step += 1 + result.num_skipped
         self.finished = min(self.finished, self._cluster.scheduler.now)
-        exchange.step(Outgoing(step, exchange.finish_segment, empty))
+        exchange.step(Request(step, exchange.finish_segment, empty))
 
 
 def _predict_and_simulate(durations, settings, communication_seconds, latency_seconds):

@@ -269,7 +269,7 @@ class BackendTest(parameterized.TestCase):
 
     def test_a_worker_elsewhere_cannot_take_its_place(self):
         started, config = self.start("worker")
-        with self.assertRaisesRegex(hop_tf.errors.HopError, "rank 2 was started again on c, as its node b is gone"):
+        with self.assertRaisesRegex(hop_tf.errors.HopError, "rank 2 was restarted on c, because its node b is gone"):
             started.on_start(_Group([(2, "c")], {"CPU": 1}), config)
 
     def test_what_ray_starts_again(self):

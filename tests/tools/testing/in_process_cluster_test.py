@@ -102,7 +102,7 @@ class InProcessClusterTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_reports_that_json_cannot_hold_are_refused(self):
         def report(strategy):
-            with self.assertRaisesRegex(TypeError, "`loss` must be something that JSON can hold.* Received: loss="):
+            with self.assertRaisesRegex(TypeError, "`loss` must be a value that JSON can hold.* Received: loss="):
                 strategy.gather_reports(loss=np.float32(1))
             return strategy.gather_reports(loss=1.0)
 

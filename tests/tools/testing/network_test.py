@@ -177,7 +177,7 @@ class AvailableTest(absltest.TestCase):
     def test_network_says_why_not(self):
         with (
             mock.patch.object(network.namespaced, "available", return_value="no devices"),
-            self.assertRaisesRegex(RuntimeError, "no network here: no devices"),
+            self.assertRaisesRegex(RuntimeError, "create a network here: no devices"),
             network.EmulatedNetwork(2),
         ):
             self.fail("It has been entered.")
@@ -425,7 +425,7 @@ class LeavesNothingTest(parameterized.TestCase):
         with network.EmulatedNetwork(2, relay=True) as net:
             pass
         net.close()
-        with self.assertRaisesRegex(RuntimeError, "between entering and leaving"):
+        with self.assertRaisesRegex(RuntimeError, "within"):
             net.command(0, ["true"])
         with self.assertRaisesRegex(RuntimeError, "is closed"):
             net.cut(0)
@@ -500,7 +500,7 @@ class ProxyTest(absltest.TestCase):
                 self.assertEqual(far.recv(1), b"")
         self.assertEqual(process.returncode, -signal.SIGKILL)
         self.assertEqual(threading.active_count(), threads)
-        with self.assertRaisesRegex(RuntimeError, "between entering and leaving"):
+        with self.assertRaisesRegex(RuntimeError, "within"):
             net.address(1, 0, 80)
 
 

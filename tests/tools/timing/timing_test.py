@@ -312,7 +312,7 @@ class DTSTest(tf.test.TestCase, parameterized.TestCase):
         plan = timing.recommend_dts(network, step, **arguments)
         self.assertEqual((plan.delay, plan.interval, plan.codec), (2, 2, "top_k"))
         self.assertAllClose(plan.step_seconds, 0.3008, rtol=1e-4)
-        self.assertIn("top_k shortens what a rank sends a step from 7.5 MB to 0.188 MB", plan.reason)
+        self.assertIn("top_k shortens the data that a rank sends in a step from 7.5 MB to 0.188 MB", plan.reason)
         larger = timing.recommend_dts(network, step, max_delay=20, max_interval=20, **arguments)
         self.assertEqual((larger.delay, larger.interval, larger.codec), (18, 20, "int8"))
 

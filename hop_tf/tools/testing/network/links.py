@@ -104,7 +104,7 @@ class Links:
 
     def _check_matrix(self) -> None:
         if self.round_trip_seconds:
-            self._refuse("round_trip_seconds", "must be left out where `one_way_seconds` is given")
+            self._refuse("round_trip_seconds", "must be left out if `one_way_seconds` is given")
         square = [len(row) for row in self.delays] == [self.num_hosts] * self.num_hosts
         if not square or not all(0 <= delay < math.inf for row in self.delays for delay in row):
             self._refuse("one_way_seconds", "must be one row for each host with a delay to each host, none negative")

@@ -61,13 +61,13 @@ class EmulatedNetwork(Hosts):
                 f"`max_socket_bytes` must be at least 65536. Received: max_socket_bytes={max_socket_bytes}."
             )
         if relay is False and self.links.delayed:
-            raise ValueError(f"`relay` must not be False where links have delays. Received: relay={relay}.")
+            raise ValueError(f"`relay` must not be False if links have delays. Received: relay={relay}.")
         self._max_socket_bytes = max_socket_bytes
         self._wants_relay = self.links.delayed if relay is None else relay
         if num_interfaces < 1 or (num_interfaces > 1 and self._wants_relay):
             raise ValueError(
-                "`num_interfaces` must be at least 1, and 1 where a relay carries the packets. "
-                f"Received: num_interfaces={num_interfaces}."
+                "`num_interfaces` must be at least 1, and 1 if a relay carries the packets. Received: "
+                f"num_interfaces={num_interfaces}."
             )
         self.interfaces = tuple(
             tuple(f"10.{level}.0.{host + 1}" for level in range(num_interfaces)) for host in range(num_hosts)
@@ -106,7 +106,7 @@ class EmulatedNetwork(Hosts):
     def _start(self) -> None:
         reason = available()
         if reason is not None:
-            raise RuntimeError(f"There can be no network here: {reason}.")
+            raise RuntimeError(f"Cannot create a network here: {reason}.")
         # The keeper has a session of its own: Ctrl-C reaches only this process, which then ends the keeper properly.
         argv = [sys.executable, "-P", "-c", _KEEP, str(pathlib.Path(__file__).resolve().parents[1])]
         pipe = subprocess.PIPE
@@ -138,12 +138,14 @@ class EmulatedNetwork(Hosts):
     def _namespace(self, host: int) -> str:
         self._check_hosts(host)
         if not self._namespaces:
-            raise RuntimeError("The network is there only between entering and leaving its `with` statement.")
+            raise RuntimeError("The network exists only within its `with` statement.")
         return self._namespaces[host]
 
     def _ask_relay(self, order: dict) -> dict:
         if not self._has_relay:
-            raise RuntimeError("The kernel carries this network's packets. Give it `relay=True` for what a relay does.")
+            raise RuntimeError(
+                "The kernel carries this network's packets, so it has no relay. Pass `relay=True` for one."
+            )
         return self._ask(order)
 
     def _ask(self, order: dict) -> dict:
@@ -158,5 +160,5 @@ class EmulatedNetwork(Hosts):
             raise RuntimeError("The process that holds the network has ended.")
         value = json.loads(answer)
         if "error" in value:
-            raise RuntimeError(f"The network cannot be made: {value['error']}")
+            raise RuntimeError(f"Cannot create the network: {value['error']}")
         return value

@@ -38,14 +38,14 @@ def available() -> str | None:
 def new_namespace() -> int:
     """Moves this process into a new network namespace, and returns a descriptor that keeps the namespace open."""
     if _libc.unshare(_CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), f"no new network namespace: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"cannot create a network namespace: {os.strerror(ctypes.get_errno())}")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
 def enter(namespace: int) -> None:
     """Moves this thread into a network namespace."""
     if _libc.setns(namespace, _CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), f"no way into a network namespace: {os.strerror(ctypes.get_errno())}")
+        raise OSError(ctypes.get_errno(), f"cannot enter a network namespace: {os.strerror(ctypes.get_errno())}")
 
 
 def make_device(name: str) -> int:

@@ -59,7 +59,7 @@ class Proxy(Hosts):
         """The "host:port" at which host `seen_from` reaches 127.0.0.1:`port`, at which host `of` listens or will."""
         self._check_hosts(of, seen_from)
         if self._loop is None:
-            raise RuntimeError("The proxies are there only between entering and leaving their `with` statement.")
+            raise RuntimeError("The proxies exist only within their `with` statement.")
         with self._lock:
             if (of, seen_from, port) not in self._ports:
                 listening = asyncio.run_coroutine_threadsafe(self._listen(of, seen_from, port), self._loop)

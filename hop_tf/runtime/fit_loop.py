@@ -1,4 +1,4 @@
-"""`TrainingRun`: a strategy's work while a model is trained, `fit` by `fit` and step by step."""
+"""`FitLoop`: the work of a strategy while a model trains, `fit` by `fit` and step by step."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.missed_steps import MissedSteps
 from hop_tf.runtime.passed_steps import PassedSteps
 from hop_tf.runtime.plugins import Plugin
+from hop_tf.runtime.rank_runtime import RankRuntime
 from hop_tf.runtime.refusals import (
     check_optimizer,
     refuse_assignments,
@@ -50,7 +51,6 @@ from hop_tf.runtime.report import StepStatistics
 from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.step_records import StepRecords
 from hop_tf.runtime.weighing import RowWeighing
-from hop_tf.runtime.worker import Worker
 
 
 class Phase(enum.Enum):
@@ -61,7 +61,7 @@ class Phase(enum.Enum):
     FINISHED = "`fit` has made its last step"
 
 
-class TrainingRun(TrainingHooks):
+class FitLoop(TrainingHooks):
     """Sessions, groups and steps of one strategy: the same for every scheme.
 
     Args:
@@ -77,7 +77,7 @@ class TrainingRun(TrainingHooks):
       plugins: Tools that take part. Default: none.
 
     Attributes:
-      worker: This rank among the others; None for a single rank without servers, whose steps stay as they are.
+      runtime: This rank among the others; None for a single rank without servers, whose steps stay as they are.
       data: Shares the training data among ranks.
       states: The states of programs that ranks agree on.
       statistics: Steps and waiting times.
@@ -106,16 +106,16 @@ class TrainingRun(TrainingHooks):
         self._rank = rank
         self._world_size = world_size
         self._joins_at_once = joins_at_once
-        self.worker: Worker | None = None
+        self.runtime: RankRuntime | None = None
         self.shares = shares if world_size > 1 else None
         self._replicas = Replicas(rank, world_size)
         self.roster = roster if world_size > 1 else None
         self.data = DataSharding(
             rank,
             world_size,
-            lambda digest: self.worker.first_batches.note(digest),
+            lambda digest: self.runtime.first_batches.note(digest),
             self.shares,
-            seed=lambda: self.worker.membership.seed,
+            seed=lambda: self.runtime.membership.seed,
             roster=self.roster,
             slices_in_step=scheme.agrees_on_roster,
         )
@@ -132,7 +132,7 @@ class TrainingRun(TrainingHooks):
             rank=rank,
             why=skips_steps if world_size > 1 else "",
             takes_count=scheme.in_lock_step,
-            must_catch_up=lambda: self.worker is not None and self.worker.joining and not joins_at_once,
+            must_catch_up=lambda: self.runtime is not None and self.runtime.joining and not joins_at_once,
             may_fall_behind=may_fall_behind and world_size > 1,
             catch_up=self._catch_up,
         )
@@ -156,8 +156,8 @@ class TrainingRun(TrainingHooks):
         if self._phase is not Phase.OUTSIDE:
             raise RuntimeError(
                 f"`{what}` was called while a `fit` under this strategy runs, as in a callback. Other ranks are at "
-                "other steps of that `fit` and cannot take part. Call it afterwards; a model that is to be trained on "
-                "this rank alone belongs in the scope of another strategy, such as tf.distribute.OneDeviceStrategy."
+                "other steps of that `fit` and cannot take part. Call it after `fit`. To train another model on this "
+                "rank alone, create it in the scope of another strategy, such as tf.distribute.OneDeviceStrategy."
             )
 
     def close(self, error: BaseException | None = None) -> None:
@@ -165,15 +165,15 @@ class TrainingRun(TrainingHooks):
         for plugin in self._plugins:
             plugin.close()
         self.records.close()
-        if self.worker is not None:
-            self.worker.close("its process ended", error)
+        if self.runtime is not None:
+            self.runtime.close("its process ended", error)
 
     # Sessions.
 
     @contextlib.contextmanager
     def fit_session(self, x, callbacks=None) -> Iterator[None]:
         """Surrounds `model.fit`: enters the session, leaves it in any case, and raises the real cause of a failure."""
-        if self.worker is None:
+        if self.runtime is None:
             yield
         else:
             with ending_search(callbacks):
@@ -186,53 +186,53 @@ class TrainingRun(TrainingHooks):
         self.data.begin_fit(x)
         self._phase = Phase.FITTING
         try:
-            with self._naming_causes(), on_keyboard_interrupt(self.worker.membership.interrupt):
+            with self._naming_causes(), on_keyboard_interrupt(self.runtime.membership.interrupt):
                 self._end_loop()
                 agrees = self._scheme.in_lock_step or has_callback(callbacks, MetricAverage)
                 paths, backups, trial = CallbackPaths(callbacks), BackupAgreement(callbacks), Trial(callbacks)
                 self._final_weights = FinalWeights(callbacks)
                 claims = [*paths.places, *backups.claims, *trial.claims, *self._final_weights.claims]
                 self._begin_session(agrees_on_epochs=agrees, claims=claims)
-                if trial.is_needed(self.worker.membership.owners) and not self.worker.joining:
-                    trial.compare(self.worker.membership.owners, self.worker.collectives.share)
-                paths.divide(self._rank, self.worker.membership.owners)
-                if backups.is_needed(self.worker.membership.owners) and not self.worker.joining:
-                    backups.agree(self._rank, self.worker.collectives.share, in_lock_step=self._scheme.in_lock_step)
+                if trial.is_needed(self.runtime.membership.owners) and not self.runtime.joining:
+                    trial.compare(self.runtime.membership.owners, self.runtime.collectives.share)
+                paths.divide(self._rank, self.runtime.membership.owners)
+                if backups.is_needed(self.runtime.membership.owners) and not self.runtime.joining:
+                    backups.agree(self._rank, self.runtime.collectives.share, in_lock_step=self._scheme.in_lock_step)
                 if self._rows is not None:
-                    self._rows.begin_fit(self.worker.share_agreement, takes_part=not self.worker.joining)
+                    self._rows.begin_fit(self.runtime.share_agreement, takes_part=not self.runtime.joining)
                 # A process that was started again skips past epochs.
-                agrees = agrees and not self.worker.joining
-                self.worker.epoch_ends.begin_fit(agrees=agrees, in_lock_step=self._scheme.in_lock_step)
+                agrees = agrees and not self.runtime.joining
+                self.runtime.epoch_ends.begin_fit(agrees=agrees, in_lock_step=self._scheme.in_lock_step)
                 self._passed_steps.begin_session()
-                if self.worker.joining and not self._joins_at_once:
+                if self.runtime.joining and not self._joins_at_once:
                     refuse_to_restore(callbacks)
                 yield
                 self.finish_training()  # Keras does not call this for a model without an optimizer of its own.
-                if self.worker.membership.is_left_behind:
-                    raise LeftBehind(str(self.worker.membership.failure))
+                if self.runtime.membership.is_left_behind:
+                    raise LeftBehind(str(self.runtime.membership.failure))
                 if self.is_behind:
                     raise HopError(
-                        f"rank {self._rank} was started again, or left behind, and its `fit` has ended before it was "
-                        "where the others are: it has not trained. Give all ranks the same number of epochs and steps."
+                        f"rank {self._rank} was restarted or left behind, and its `fit` ended before it had caught up "
+                        "with the others. So it has not trained. Give all ranks the same number of epochs and steps."
                     )
         except BaseException as error:
             self.states.count_own()
             try:
-                self._break_off()
+                self._abort()
             finally:
-                self.worker.end_session(error)
+                self.runtime.end_session(error)
             raise
         else:
-            self.worker.end_session(None)
+            self.runtime.end_session(None)
             self._agree_on_final_weights()
         finally:
             self._phase = Phase.OUTSIDE
-            self.worker.epoch_ends.end_fit()
+            self.runtime.epoch_ends.end_fit()
             self._assignments.end_fit()
             if self.shares is not None:
                 self.shares.note_departed(())
             self.data.end_fit()
-            self.worker.membership.divides_anew = False
+            self.runtime.membership.divides_anew = False
             self._write_report()
 
     @contextlib.contextmanager
@@ -241,37 +241,37 @@ class TrainingRun(TrainingHooks):
         try:
             yield
         except LeftBehind as error:
-            raise PeerLostError(f"{error} It could not join them again: start it again.") from None
+            raise PeerLostError(f"{error} This rank could not rejoin them: restart it.") from None
         except tf.errors.OpError as error:
             if (refusal := refusal_in(error)) is not None:
                 raise ValueError(refusal) from None
-            failure = self.worker.membership.failure
-            if failure is None or self.worker.membership.is_left_behind:
+            failure = self.runtime.membership.failure
+            if failure is None or self.runtime.membership.is_left_behind:
                 raise
             # If the operation has failed with this text, its error adds only a long description of the graph.
             raise failure from (None if type(failure).__name__ in error.message else error)
 
     @as_own_updates()
-    def _break_off(self) -> None:
+    def _abort(self) -> None:
         for algorithm in self.algorithms:
             algorithm.abort()
 
     @as_own_updates()
     def _end_loop(self) -> None:
         """Ends the session of a custom loop, if there is one: it has no end of its own."""
-        if self.worker.in_session:
+        if self.runtime.in_session:
             self.settle_sums()
             if self._scheme.settles_loops:
                 with self._naming_causes():
                     self._assignments.end_loop()
                     for algorithm in self.algorithms:
                         algorithm.finish()
-            self.worker.end_session(None)
+            self.runtime.end_session(None)
 
     def settle_sums(self) -> None:
-        """Adds the changes by steps of a custom loop to the sums. If no step has run, assigned sums begin anew."""
+        """Adds the changes by steps of a custom loop to the sums. If no step has run, assigned sums start again."""
         num_steps = self.statistics.counters()["steps"]
-        if self.worker.in_session and num_steps != self._settled_at:
+        if self.runtime.in_session and num_steps != self._settled_at:
             self.states.count_own()
         else:
             self.states.begin_anew()
@@ -280,10 +280,10 @@ class TrainingRun(TrainingHooks):
     @contextlib.contextmanager
     def outside_loop(self) -> Iterator[None]:
         """Surrounds common operations of all ranks between two steps of a custom loop."""
-        loops = self.worker.in_session and self._scheme.settles_loops
+        loops = self.runtime.in_session and self._scheme.settles_loops
         if loops:
             self._end_loop()
-        elif self.worker.in_session:
+        elif self.runtime.in_session:
             self._assignments.end_loop()
         yield
         if loops:
@@ -292,7 +292,7 @@ class TrainingRun(TrainingHooks):
 
     def _require_session(self) -> None:
         """Enters the session of a custom loop at its first step."""
-        if not self.worker.in_session:
+        if not self.runtime.in_session:
             self.states.begin_anew()
             self._begin_session()
 
@@ -300,13 +300,13 @@ class TrainingRun(TrainingHooks):
         """Enters a session. Ranks compare the tables of their layers, and tell each other their devices."""
         layers = AdaptedLayers()
         claims = [*claims, *layers.claims, *self._replicas.claims]
-        self.worker.begin_session(agrees_on_epochs=agrees_on_epochs, claims=claims)
+        self.runtime.begin_session(agrees_on_epochs=agrees_on_epochs, claims=claims)
         self._begin_algorithms()
-        self._replicas.learn(self.worker.membership.owners)
+        self._replicas.learn(self.runtime.membership.owners)
         if self.roster is not None:
             self.roster.begin_session()
-        if layers.is_needed(self.worker.membership.owners) and not self.worker.joining:
-            layers.compare(self.worker.collectives.share)
+        if layers.is_needed(self.runtime.membership.owners) and not self.runtime.joining:
+            layers.compare(self.runtime.collectives.share)
 
     @as_own_updates()
     def _begin_algorithms(self) -> None:
@@ -318,8 +318,8 @@ class TrainingRun(TrainingHooks):
     @as_own_updates()
     def begin_training(self, model: keras.Model | None = None) -> None:
         """Lets algorithms take changes from before `fit`, and by callbacks."""
-        if self.worker is not None:
-            self.worker.epoch_ends.begin_training(model)
+        if self.runtime is not None:
+            self.runtime.epoch_ends.begin_training(model)
         self._missed_steps.begin_training()
         self._scheme.begin_training(self.algorithms)
         self._assignments.begin_training()
@@ -330,8 +330,8 @@ class TrainingRun(TrainingHooks):
         """Lets ranks agree on shares, and lets algorithms take changes by callbacks since the last epoch."""
         if self._rows is not None:
             self._rows.begin_epoch(agrees=not self.is_behind)
-        if self.worker is not None:
-            self.worker.epoch_ends.begin_epoch()
+        if self.runtime is not None:
+            self.runtime.epoch_ends.begin_epoch()
         self._missed_steps.begin_epoch()
         for algorithm in () if self.is_behind else self.algorithms:
             algorithm.begin_epoch()
@@ -340,11 +340,11 @@ class TrainingRun(TrainingHooks):
 
     def begin_steps(self, number: int) -> bool:
         """See `EpochEnds`. A rank that was left behind begins to skip steps."""
-        if self.may_fall_behind and self.worker.membership.is_left_behind:
-            self.worker.begin_again()
+        if self.may_fall_behind and self.runtime.membership.is_left_behind:
+            self.runtime.begin_again()
             self._begin_algorithms()
             self._passed_steps.fall_behind()
-        return self.worker is None or self.worker.epoch_ends.begin_steps(number)
+        return self.runtime is None or self.runtime.epoch_ends.begin_steps(number)
 
     def pass_over(self, number: int, take: Callable[[], object]) -> bool:
         """See `MissedSteps`."""
@@ -357,19 +357,19 @@ class TrainingRun(TrainingHooks):
 
     def ask_to_stop(self) -> None:
         """See `EpochEnds`."""
-        if self.worker is not None:
-            self.worker.epoch_ends.ask_to_stop()
+        if self.runtime is not None:
+            self.runtime.epoch_ends.ask_to_stop()
 
     def agree_to_stop(self) -> None:
         """See `EpochEnds`."""
-        if self.worker is not None:
-            self.worker.epoch_ends.agree_to_stop()
+        if self.runtime is not None:
+            self.runtime.epoch_ends.agree_to_stop()
 
     @as_own_updates()
     def end_epoch(self, model: keras.Model) -> None:
         """Lets algorithms prepare for validation and callbacks. Keeps the metrics, which validation resets."""
-        if self.worker is not None:
-            self.worker.epoch_ends.note_metrics(model)
+        if self.runtime is not None:
+            self.runtime.epoch_ends.note_metrics(model)
         if not self.is_behind:
             self._assignments.end_epoch()
             for algorithm in self.algorithms:
@@ -389,9 +389,9 @@ class TrainingRun(TrainingHooks):
         if not self.is_behind:
             self._assignments.begin_batch()
         if self.shares is not None:
-            self.shares.note_departed(self.worker.membership.departed())
+            self.shares.note_departed(self.runtime.membership.departed())
         if self.roster is not None and not self._scheme.agrees_on_roster:
-            self.roster.note_missing(self.worker.membership.missing())
+            self.roster.note_missing(self.runtime.membership.missing())
         self.records.begin_batch()
 
     def end_batch(self, num_steps: int) -> None:
@@ -410,10 +410,10 @@ class TrainingRun(TrainingHooks):
         num_steps += self._missed_steps.num_at_end
         if not has_step:
             logs.update({name: math.nan for name in logs if not name.startswith(VALIDATION)})
-        if self.worker is not None:
+        if self.runtime is not None:
             weight = 1.0 if self._rows is None else self._rows.take_weight()
-            self.worker.epoch_ends.end_epoch(logs, num_steps, weight=weight, has_step=has_step)
-            self.worker.epoch_ends.agree_on_states(self.states)
+            self.runtime.epoch_ends.end_epoch(logs, num_steps, weight=weight, has_step=has_step)
+            self.runtime.epoch_ends.agree_on_states(self.states)
         self.records.end_epoch(logs)
 
     @as_own_updates()
@@ -424,21 +424,21 @@ class TrainingRun(TrainingHooks):
         self._phase = Phase.FINISHED
         averaged = [group for group in self.groups if use_ema(group.optimizer())]  # Keras takes the averages now.
         self._assignments.leave_epoch_end([variable for group in averaged for variable in group.trained])
-        self.worker.epoch_ends.finish_training()
+        self.runtime.epoch_ends.finish_training()
         if self._rows is not None:
             self._rows.end_fit()
         for algorithm in () if self.is_behind and self._scheme.in_lock_step else self.algorithms:
             algorithm.finish()
-        if self._final_weights.is_needed(self.worker.membership.owners):
+        if self._final_weights.is_needed(self.runtime.membership.owners):
             self._final_weights.note([variable for group in self.groups for variable in group.variables])
 
     def _agree_on_final_weights(self) -> None:
         """Handles weights that callbacks have changed after the last step. Others have left the session, or will."""
-        if not self._final_weights.is_needed(self.worker.membership.owners):
+        if not self._final_weights.is_needed(self.runtime.membership.owners):
             return
         if self._scheme.in_lock_step:
             num_steps = sum(int(group.step) for group in self.groups)
-            self._final_weights.agree(self.worker.membership, num_steps, self.worker.collectives)
+            self._final_weights.agree(self.runtime.membership, num_steps, self.runtime.collectives)
         elif self._final_weights.take_changed():
             self._final_weights.warn(self._rank)
 
@@ -452,7 +452,7 @@ class TrainingRun(TrainingHooks):
         """This rank's part of the training data; all data for validation or prediction."""
         part = self.data.part_of(dataset)
         if self.roster is not None:
-            self.worker.membership.divides_anew = self.roster.is_in_use
+            self.runtime.membership.divides_anew = self.roster.is_in_use
         return part
 
     def own_rows(self, batch: Any) -> Any:
@@ -488,7 +488,7 @@ class TrainingRun(TrainingHooks):
     @property
     def shuffle_seed(self) -> int | None:
         """The seed of the running session; None for a single rank."""
-        return self.worker.membership.seed if self._world_size > 1 else None
+        return self.runtime.membership.seed if self._world_size > 1 else None
 
     @property
     def input_context(self) -> tf.distribute.InputContext:
@@ -510,18 +510,18 @@ class TrainingRun(TrainingHooks):
         )
         if self._rows is not None:
             self._rows.begin_step(trace)
-        if self.worker is not None and trace.model is not None and is_built(trace.model):
+        if self.runtime is not None and trace.model is not None and is_built(trace.model):
             refuse_xla()  # Before any message to other ranks.
             optimizer = getattr(trace.model, "optimizer", None)
             slots = optimizer.variables if optimizer is not None and optimizer.built else ()
             with tf.init_scope():
                 self._require_session()
-                self.worker.collectives.broadcast_initial_values(
+                self.runtime.collectives.broadcast_initial_values(
                     tf_variables(trace.model.weights, slots, self._state_beside())
                 )
             with trace.when_data_is_here():
                 self.statistics.count_start()
-        if self.worker is not None:
+        if self.runtime is not None:
             trace.read_states()
             self._assignments.begin_step(trace, in_fit=self._is_in_fit(trace))
         if self._delays_gradients:
@@ -542,20 +542,20 @@ class TrainingRun(TrainingHooks):
 
     def leave_step(self, trace: StepTrace) -> None:
         """Raises if a step trained a model without an update that was seen: silently, nothing would be exchanged."""
-        trains = self.worker is not None and trace.model is not None and trace.model.trainable_weights
+        trains = self.runtime is not None and trace.model is not None and trace.model.trainable_weights
         optimizer = getattr(trace.model, "optimizer", None)
         if tf.executing_eagerly() and optimizer is not None and gradient_accumulation_steps(optimizer) > 1:
             return  # This batch may be one without an update. A graph includes the update for other batches.
         if trains and not trace.num_updates:
             raise HopError(
-                "a training step was run, but hop_tf saw no optimizer update in it, so nothing would be exchanged. "
-                f"Check that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
+                "a training step ran, but hop_tf saw no optimizer update in it, so ranks would exchange nothing. Check "
+                f"that train_step calls optimizer.apply. Keras {keras.__version__}, TensorFlow {tf.__version__}."
             )
         updated = [algorithm for algorithm in self.algorithms if algorithm in trace.updated]
         assigned = [] if self._scheme.keeps_assignments else trace.assigned_after_update()
         if assigned and not all(algorithm.makes_way() for algorithm in updated):
             refuse_assignments(self._scheme, assigned)
-        if self.worker is not None:
+        if self.runtime is not None:
             self.states.note_assigned(trace.assigned_states())
         with trace.when_data_is_here():
             for algorithm in updated:
@@ -569,7 +569,7 @@ class TrainingRun(TrainingHooks):
     @property
     def replaces_gradients(self) -> bool:
         """True if a step exchanges its gradients, or delays them. Otherwise it is left as it is."""
-        return self.worker is not None or self._delays_gradients
+        return self.runtime is not None or self._delays_gradients
 
     @property
     def _delays_gradients(self) -> bool:
@@ -592,7 +592,7 @@ class TrainingRun(TrainingHooks):
             times *= 1.0 if self.roster is None else self.roster.growth()
             for plugin in self._plugins:
                 gradients = plugin.delay(trace.started_at, gradients, times)
-        if self.worker is None:
+        if self.runtime is None:
             return gradients
         if self._rows is not None and trace.num_updates == 1:
             self._rows.end_step(trace, gradients)
@@ -615,14 +615,14 @@ class TrainingRun(TrainingHooks):
         if self._world_size == 1:
             return value
         require_lock_step(self._scheme, f"a {reduce_op.name} over the ranks")
-        return tf.nest.map_structure(lambda each: _reduced(reduce_op, self.worker.collectives.all_gather(each)), value)
+        return tf.nest.map_structure(lambda each: _reduced(reduce_op, self.runtime.collectives.all_gather(each)), value)
 
     def gather(self, value, axis):
         """The values of all ranks, concatenated along `axis`."""
         if self._world_size == 1:
             return value
-        require_lock_step(self._scheme, "what all ranks have")
-        return tf.nest.map_structure(lambda each: tf.concat(self.worker.collectives.all_gather(each), axis), value)
+        require_lock_step(self._scheme, "the values of all ranks")
+        return tf.nest.map_structure(lambda each: tf.concat(self.runtime.collectives.all_gather(each), axis), value)
 
     def note_created(self, variable: tf.Variable) -> None:
         """See `Assignments`."""
@@ -631,12 +631,12 @@ class TrainingRun(TrainingHooks):
 
     def refuse_update(self, optimizer) -> None:
         """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
-        if self.worker is not None:
+        if self.runtime is not None:
             refuse_update(self._scheme, optimizer)
 
     def after_update(self, optimizer, trace: StepTrace, variables: list[tf.Variable]) -> None:
         """Emits the algorithm's operations after the update, and ends the group's step."""
-        if self.worker is None:
+        if self.runtime is None:
             return
         algorithm = self._algorithms[optimizer][_key(variables)]
         with trace.when_data_is_here():
@@ -651,14 +651,14 @@ class TrainingRun(TrainingHooks):
         key = _key(variables)
         if key not in algorithms:
             self._scheme.check_new_group()
-            check_optimizer(self._scheme, optimizer, refuses_nonfinite=self.worker.finite_check.raises)
+            check_optimizer(self._scheme, optimizer, refuses_nonfinite=self.runtime.finite_check.raises)
             carried = trace.unclaimed_means(variables)
             begun = tf.executing_eagerly()  # Otherwise the step is only traced.
             with tf.init_scope():
                 values = [trace.value_at_start(each) if begun else each.read_value() for each in carried]
                 self._require_session()
-                self.worker.collectives.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
-                algorithms[key] = self.worker.add_group(
+                self.runtime.collectives.broadcast_initial_values([*variables, *tf_variables(optimizer.variables)])
+                algorithms[key] = self.runtime.add_group(
                     optimizer=optimizer,
                     trained=variables,
                     carried=carried,
@@ -667,7 +667,7 @@ class TrainingRun(TrainingHooks):
                     beside=self._scheme.specs_beside(variables),
                     num_batches=self.data.num_batches,
                 )
-                self.states.begin(trace.states_of_model, trained=variables, joins=self.worker.joining)
+                self.states.begin(trace.states_of_model, trained=variables, joins=self.runtime.joining)
                 with as_own_updates():
                     algorithms[key].begin()
                 self._assignments.add(algorithms[key])

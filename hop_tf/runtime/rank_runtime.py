@@ -1,6 +1,6 @@
-"""`Worker`: one rank at run time. It owns the transport, the membership and the exchange groups.
+"""`RankRuntime`: one rank at run time. It owns the transport, the membership and the exchange groups.
 
-A strategy creates a worker, and the Keras hook calls it. A scheme is plugged in through `make_exchange` and
+A strategy creates a runtime, and `FitLoop` calls its methods. A scheme is plugged in through `make_exchange` and
 `make_algorithm`. Nothing here depends on Keras.
 """
 
@@ -26,7 +26,7 @@ from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.averaging import LateChanges
+from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.epoch_agreement import QUEUE as EPOCHS_QUEUE
 from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.runtime.epoch_ends import EpochEnds
@@ -62,7 +62,7 @@ def _is_asked_for(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
-class Worker:
+class RankRuntime:
     """Joins a cluster and runs exchange groups session by session.
 
     Args:
@@ -235,7 +235,7 @@ class Worker:
         stuck = None
         try:
             for group in self._groups:
-                group.runner.quiesce(max(0.0, deadline - self.membership.monitor.now()))
+                group.runner.drain(max(0.0, deadline - self.membership.monitor.now()))
         except (HopError, KeyboardInterrupt) as failure:
             logging.error("rank %d: %s: %s", self.membership.rank, type(failure).__name__, failure)
             stuck = failure
@@ -269,7 +269,7 @@ class Worker:
           HopError: If a thread does not come to rest within `progress_timeout_seconds`.
         """
         for group in self._groups:
-            group.runner.quiesce(self._options.progress_timeout_seconds)
+            group.runner.drain(self._options.progress_timeout_seconds)
         session = self.membership.session
         self._joining.begin_again()
         self.epoch_ends.end_agreement()
@@ -287,9 +287,9 @@ class Worker:
         if missed:
             became = "were left out"
             if self.membership.divides_anew:
-                became = "were trained on by other ranks, but for the steps of the losses"
+                became = "went to other ranks, except in the steps in which ranks were lost"
             logging.warning(
-                "rank %d: %.3g %% of the data of this training %s, as ranks have missed steps: %s.",
+                "rank %d: %.3g %% of the data of this training %s, because ranks have missed steps: %s.",
                 self.membership.rank,
                 100 * sum(missed.values()) / self.membership.world_size,
                 became,
@@ -334,8 +334,8 @@ class Worker:
                 address = self._transport.status(peer).address
                 self.membership.fail(
                     PeerLostError(
-                        f"the parameter server at {address} was restarted, and has lost what it had learned. "
-                        "Start the job again: with snapshots, servers go on from the last ones."
+                        f"the parameter server at {address} was restarted, and has lost its state. Start the job "
+                        "again: servers resume from their last snapshots, if they write any."
                     )
                 )
         else:
@@ -388,7 +388,7 @@ class Worker:
             self._pool,
             optimizer=weakref.ref(optimizer),
             trained=trained,
-            carried=LateChanges(carried, carried_values),
+            carried=DeltaTracker(carried, carried_values),
             roster=self._roster,
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))

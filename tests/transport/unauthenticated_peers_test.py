@@ -10,12 +10,17 @@ import unittest.mock
 import grpc
 from absl.testing import absltest
 
-from hop_tf.transport import TcpTransport, framing, proof, strangers
+from hop_tf.transport import TcpTransport, framing, proof, unauthenticated_peers
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.reports import REPORT_METHOD, ReportReader
-from hop_tf.transport.strangers import MAX_STRANGERS, GuessLimit, Strangers, source_of
+from hop_tf.transport.unauthenticated_peers import (
+    MAX_UNAUTHENTICATED,
+    GuessRateLimiter,
+    UnauthenticatedPeers,
+    source_of,
+)
 from support.transports import (
     DEADLINE_SECONDS,
     TransportTestMixin,
@@ -28,16 +33,16 @@ from support.transports import (
 class StrangersTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
-        self.strangers = Strangers()
+        self.unauthenticated = UnauthenticatedPeers()
         self.ended = []
 
     def enter(self, source, name):
-        self.assertTrue(self.strangers.expect())
-        return self.strangers.enter(source, lambda: self.ended.append(name))
+        self.assertTrue(self.unauthenticated.expect())
+        return self.unauthenticated.enter(source, lambda: self.ended.append(name))
 
     def test_the_oldest_of_the_source_that_has_most_makes_way(self):
         self.enter("first", "lonely")
-        for number in range(MAX_STRANGERS - 1):
+        for number in range(MAX_UNAUTHENTICATED - 1):
             self.enter("crowd", number)
         self.assertEmpty(self.ended)
         self.enter("another", "lonely, too")
@@ -45,32 +50,32 @@ class StrangersTest(absltest.TestCase):
         for _ in range(5):
             self.enter("crowd", "more")
         self.assertEqual(self.ended, [0, 1, 2, 3, 4, 5])
-        self.assertLen(self.strangers, MAX_STRANGERS)
+        self.assertLen(self.unauthenticated, MAX_UNAUTHENTICATED)
 
     def test_no_more_are_expected_while_those_that_were_ended_are_still_there(self):
-        entered = [self.enter("crowd", number) for number in range(MAX_STRANGERS)]
-        while self.strangers.expect():
-            entered.append(self.strangers.enter("crowd", lambda: None))
-        self.assertLen(entered, 2 * MAX_STRANGERS)
-        self.strangers.leave(entered[0])
-        self.assertTrue(self.strangers.expect())
-        self.assertFalse(self.strangers.expect())
-        self.strangers.expect_less()
-        self.assertTrue(self.strangers.expect())
+        entered = [self.enter("crowd", number) for number in range(MAX_UNAUTHENTICATED)]
+        while self.unauthenticated.expect():
+            entered.append(self.unauthenticated.enter("crowd", lambda: None))
+        self.assertLen(entered, 2 * MAX_UNAUTHENTICATED)
+        self.unauthenticated.leave(entered[0])
+        self.assertTrue(self.unauthenticated.expect())
+        self.assertFalse(self.unauthenticated.expect())
+        self.unauthenticated.expect_less()
+        self.assertTrue(self.unauthenticated.expect())
 
     def test_they_are_ended_when_their_time_is_over(self):
-        watcher = threading.Thread(target=self.strangers.watch)
+        watcher = threading.Thread(target=self.unauthenticated.watch)
         watcher.start()
-        with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.01):
+        with unittest.mock.patch.object(unauthenticated_peers, "GREETING_SECONDS", 0.01):
             late, gone = self.enter("a", "late"), self.enter("a", "gone")
-            self.strangers.leave(gone)
+            self.unauthenticated.leave(gone)
         wait_until(lambda: self.ended)
         patient = self.enter("a", "patient")
-        self.strangers.close()
+        self.unauthenticated.close()
         watcher.join(DEADLINE_SECONDS)
         self.assertEqual(self.ended, ["late", "patient"])
         self.assertEqual((late.problem, patient.problem), ("no greeting came in time", ""))
-        self.assertFalse(self.strangers.expect())
+        self.assertFalse(self.unauthenticated.expect())
 
     def test_sources(self):
         self.assertEqual(source_of("10.0.0.7:80"), "10.0.0.7")
@@ -86,7 +91,7 @@ class GuessLimitTest(absltest.TestCase):
         super().setUp()
         self.now = 100.0
         self.enterContext(unittest.mock.patch.object(time, "monotonic", lambda: self.now))
-        self.guesses = GuessLimit()
+        self.guesses = GuessRateLimiter()
 
     def failures(self, source):
         count = 0
@@ -186,7 +191,7 @@ class FloodTest(TransportTestMixin, absltest.TestCase):
         """They take more than there are places for, send a byte now and then, and keep no rank out."""
         addresses = self.addresses(2)
         first = self.start_at(0, addresses)
-        ends = [self.connect(first) for _ in range(MAX_STRANGERS + 10)]
+        ends = [self.connect(first) for _ in range(MAX_UNAUTHENTICATED + 10)]
         over = threading.Event()
 
         def drip():
@@ -206,7 +211,7 @@ class FloodTest(TransportTestMixin, absltest.TestCase):
 
     def test_a_greeting_as_a_whole_has_a_time_limit(self):
         (first, _) = self.start()
-        with unittest.mock.patch.object(strangers, "GREETING_SECONDS", 0.3):
+        with unittest.mock.patch.object(unauthenticated_peers, "GREETING_SECONDS", 0.3):
             end = self.connect(first)
             Connection(end).read_frame()
         head = framing.encode_head(FrameKind.HELLO, header=framing.MAX_HEADER_BYTES)
@@ -224,8 +229,8 @@ class FloodTest(TransportTestMixin, absltest.TestCase):
         before = threading.active_count()
         for _ in range(40):
             self.addCleanup(_half_open_calls(addresses[0]).close)
-        wait_until(lambda: len(first._strangers) == MAX_STRANGERS)
-        self.assertLess(threading.active_count(), before + 3 * MAX_STRANGERS)
+        wait_until(lambda: len(first._unauthenticated) == MAX_UNAUTHENTICATED)
+        self.assertLess(threading.active_count(), before + 3 * MAX_UNAUTHENTICATED)
         self.assertEqual(ReportReader(addresses[0]).read(DEADLINE_SECONDS), {"rank": 0})
         self.check_takes_part(addresses, [first], 1)
 

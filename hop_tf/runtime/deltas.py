@@ -1,16 +1,15 @@
-"""`LateChanges`: averaging changes that arrive late, with a rank's own in their place until they do.
+"""`DeltaTracker`: the changes (deltas) of variables, for ranks that average changes and merge the mean late.
 
-    what a rank computes with  =  what is merged, alike on all ranks  +  its own changes that are not merged yet
+    weights that a rank computes with  =  merged weights, equal on all ranks  +  its own changes in flight
 
-A rank changes its variables as it likes: by the steps of any optimizer, by moving statistics. Once in a while it takes
-what it has changed since the last time, and hands that out. When the mean over all ranks arrives, maybe many steps
-later, the rank takes its own part out and puts the mean in:
+Anything may change the variables of a rank: steps of any optimizer, or moving statistics. From time to time, a rank
+submits its changes since the last time. The mean over all ranks may arrive many steps later. The rank then replaces its
+own changes by the mean:
 
     w += mean(changes) - own changes
 
-Meanwhile it computes at weights that hold its own changes at full size: the best guess of a mean that is not there yet.
-Nothing else is corrected: no optimizer slot takes notice. For outer steps of DiLoCo these are the "eager updates" of
-Kale, Douillard and Donchev, arXiv 2502.12996.
+Until then its weights hold its own changes at full size, as an estimate of the mean. The slots of optimizers are not
+corrected. In DiLoCo, this rule is called "eager updates": Kale, Douillard and Donchev, arXiv 2502.12996.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ def assign_all(variables: Sequence[tf.Variable], values: Sequence) -> None:
 
 
 def read_all(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
-    """Emits the ops that read variables: what they are now, whatever is assigned later."""
+    """Emits the ops that read the present values of variables. Later assignments do not change the results."""
     return [variable.read_value() for variable in variables]
 
 
-class Latest:
-    """The latest few values of some variables, kept as long as others wait for them: all zeros at first.
+class ValueHistory:
+    """The history of some variables: their latest values. All are zero at first.
 
     Args:
       variables: The variables.
-      number: How many values of each; 0 keeps none.
+      number: Number of values to keep of each variable. 0 keeps none.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], number: int):
@@ -48,7 +47,7 @@ class Latest:
         return self._kept
 
     def at(self, age: int | tf.Tensor) -> list[tf.Tensor]:
-        """Emits the ops that read the values after which `age` others were pushed."""
+        """Emits the ops that read the values that were pushed `age` pushes before the latest ones."""
         values = [functools.partial(read_all, kept) for kept in reversed(self._kept)]
         if isinstance(age, int):
             return values[age]()
@@ -59,13 +58,13 @@ class Latest:
     def add_newest(
         self, number: int | tf.Tensor, values: Sequence[tf.Tensor], factors: Sequence[Sequence[tf.Tensor]] = ()
     ) -> list[tf.Tensor]:
-        """Emits the ops that add the `number` values that were pushed last to others.
+        """Emits the ops that add the latest `number` kept values to `values`.
 
         Args:
-          number: How many.
-          values: To these.
-          factors: What to multiply values with: those that were pushed last, those before, and so on; for each the
-            factors of the first variables. Default 1.
+          number: Number of kept values to add.
+          values: The values to add to, one for each variable.
+          factors: Factors of the kept values, beginning with the latest. Each entry has the factors of the first
+            variables. Default 1.
         """
         sums = list(values)
         for age, kept in enumerate(reversed(self._kept)):
@@ -79,7 +78,7 @@ class Latest:
         return sums
 
     def push(self, values: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that drop the oldest values, for these."""
+        """Emits the ops that keep these values, and drop the oldest ones."""
         for older, newer in zip(self._kept, [*self._kept[1:], values], strict=False):
             assign_all(older, newer)
 
@@ -96,15 +95,15 @@ def zeros_like(variable: tf.Variable) -> tf.Variable:
         return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name="hop_tf_kept")
 
 
-class LateChanges:
-    """The changes that this rank has made to some variables since the last call of `take`.
+class DeltaTracker:
+    """The changes of some variables on this rank since the last call of `take`.
 
-    Ranks exchange changes, not values: a difference between values would be there still when the next ones are sent,
-    and be corrected once more for everything that is under way.
+    Ranks exchange changes, not values. A difference between values lasts until a mean is merged. So ranks would correct
+    it again with each message in flight.
 
     Args:
       variables: The variables.
-      values: What they are when the first change is about to be made.
+      values: Their values before the first change.
 
     Attributes:
       variables: The variables.
@@ -116,16 +115,16 @@ class LateChanges:
             self._known = [tf.Variable(value, trainable=False, name="hop_tf_known") for value in values]
 
     def reset(self) -> None:
-        """Emits the ops that forget changes which were made so far."""
+        """Emits the ops that forget all changes so far."""
         for variable, known in zip(self.variables, self._known, strict=True):
             known.assign(variable)
 
     def known(self) -> list[tf.Tensor]:
-        """Emits the ops that read what the variables were before the changes that `take` would give."""
+        """Emits the ops that read the values from which changes are counted."""
         return read_all(self._known)
 
     def count_from(self, values: Mapping[int, tf.Tensor]) -> None:
-        """Emits the ops that make the next changes of some variables, by index, those since these values."""
+        """Emits the ops that count the changes of some variables, by index, from these values on."""
         for index, value in values.items():
             self._known[index].assign(value)
 
@@ -138,8 +137,8 @@ class LateChanges:
         """Emits the ops that compute the changes since the last call.
 
         Args:
-          choose: Takes all changes; returns, for each variable, where they are taken, or None for everywhere. Elsewhere
-            they are zero, and left for the next call. Default: all are taken.
+          choose: Takes all changes. Returns, for each variable, a mask of the values whose changes are taken, or None
+            for all values. Other changes are zero in the result, and wait for the next call. Default: takes all.
 
         Returns:
           The changes.
@@ -155,19 +154,19 @@ class LateChanges:
         return changes
 
     def add(self, changes: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that add changes which are not this rank's own, such as a mean less the own part of it."""
+        """Emits the ops that add changes by other ranks, such as a mean less this rank's own changes."""
         for variable, known, change in zip(self.variables, self._known, changes, strict=True):
             variable.assign_add(change)
             known.assign_add(change)
 
     def replace(self, values: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that give the variables values which hold all own changes that were taken."""
+        """Emits the ops that assign values that contain all own changes that `take` has returned."""
         for variable, known, value in zip(self.variables, self._known, values, strict=True):
             variable.assign(value)
             known.assign(value)
 
     def rebase(self, values: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that give the variables these values, and on top what was changed since the last `take`."""
+        """Emits the ops that assign these values plus the changes since the last `take`."""
         for variable, known, value in zip(self.variables, self._known, values, strict=True):
             variable.assign(value + (variable - known))
             known.assign(value)

@@ -1,7 +1,8 @@
-"""`Replay`: a local look-ahead. A rank applies its own gradients until the mean gradients arrive.
+"""`LookAhead`: a local look-ahead. A rank applies its own gradients until the mean gradients arrive.
 
     The optimizer moves the merged weights and slots with mean gradients only, D steps late, equally on all ranks.
     A rank computes its gradients at weights that follow from these, by its own gradients that are still in flight.
+    In other words, the rank replays its own recent gradients: `compensation="replay"`.
 
 In step t, with g[s] a rank's own gradient of step s:
 
@@ -27,10 +28,10 @@ import tensorflow as tf
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, iterations_variable, slots_of
 from hop_tf.keras_hook.twins import Twin, has_twin
 from hop_tf.keras_hook.updates import prepare_update, update
-from hop_tf.runtime.averaging import Latest, assign_all, zeros_like
+from hop_tf.runtime.deltas import ValueHistory, assign_all, zeros_like
 
 
-class Replay(abc.ABC):
+class LookAhead(abc.ABC):
     """The merged state of an optimizer's variables, and this rank's gradients that are not merged yet.
 
     Args:
@@ -48,7 +49,7 @@ class Replay(abc.ABC):
         self.has_begun = False
 
     def begin_once(self) -> None:
-        """Begins with the present state, outside of the graph that is traced, unless the replay has begun.
+        """Begins with the present state, outside of the graph that is traced, unless the look-ahead has begun.
 
         Does nothing if a variable has no value yet: a tf.function that creates slots is traced again when they have.
         """
@@ -91,8 +92,8 @@ class Replay(abc.ABC):
         """
 
 
-def make_replay(optimizer: object, variables: Sequence[tf.Variable], delay: int) -> Replay:
-    """The replay for an optimizer.
+def make_look_ahead(optimizer: object, variables: Sequence[tf.Variable], delay: int) -> LookAhead:
+    """Returns the look-ahead for an optimizer.
 
     Args:
       optimizer: The optimizer, built.
@@ -100,12 +101,12 @@ def make_replay(optimizer: object, variables: Sequence[tf.Variable], delay: int)
       delay: D, at least 1.
     """
     if delay == 1 and has_twin(optimizer, variables):
-        return _TwinReplay(optimizer, variables)
-    return _OwnReplay(optimizer, variables, delay)
+        return _TwinLookAhead(optimizer, variables)
+    return _OwnLookAhead(optimizer, variables, delay)
 
 
-class _TwinReplay(Replay):
-    """A replay with D = 1, whose merged state is that of a twin."""
+class _TwinLookAhead(LookAhead):
+    """A look-ahead with D = 1, whose merged state is that of a twin."""
 
     def __init__(self, optimizer: object, variables: Sequence[tf.Variable]):
         super().__init__(optimizer, variables)
@@ -132,8 +133,8 @@ class _TwinReplay(Replay):
         tf.cond(is_due, advance, lambda: None)
 
 
-class _OwnReplay(Replay):
-    """A replay whose updates the optimizer makes with its own variables.
+class _OwnLookAhead(LookAhead):
+    """A look-ahead whose updates the optimizer makes with its own variables.
 
     Variables share memory with an assigned value until one of them changes. So restoring and keeping a state copies
     nothing by itself.
@@ -143,7 +144,7 @@ class _OwnReplay(Replay):
         super().__init__(optimizer, variables)
         self._state = [*variables, *self._slots, iterations_variable(optimizer)]
         self._merged = [zeros_like(variable) for variable in self._state]
-        self._own = Latest(variables, delay - 1)
+        self._own = ValueHistory(variables, delay - 1)
 
     def take(self, weights: Sequence[tf.Tensor | tf.Variable]) -> None:
         assign_all(self._merged, [*weights, *self._state[len(weights) :]])

@@ -1,4 +1,4 @@
-"""Tests of sessions, groups and collectives of two `Worker`s. Most tests run both in this process."""
+"""Tests of sessions, groups and collectives of two `RankRuntime`s. Most tests run both in this process."""
 
 import concurrent.futures
 import contextlib
@@ -21,9 +21,9 @@ from hop_tf.errors import DeadlineExceededError, HopError, MismatchError, PeerFa
 from hop_tf.membership import membership_pb2
 from hop_tf.options import STACKS_VARIABLE, CommunicationOptions
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.exchange import Exchange, Incoming
+from hop_tf.runtime.exchange import Exchange, Result
+from hop_tf.runtime.rank_runtime import RankRuntime
 from hop_tf.runtime.report import StepStatistics
-from hop_tf.runtime.worker import Worker
 from hop_tf.tools.processes.local_cluster import PortReservation
 from hop_tf.tools.testing import MultiProcessRunner
 from support import error_of
@@ -48,13 +48,13 @@ class Echo(Exchange):
         self.session = session
         self._sent_rounds = 0
 
-    def step(self, outgoing):
-        self._sent_rounds = outgoing.step + 1
+    def step(self, request):
+        self._sent_rounds = request.step + 1
         self._num_steps += 1
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.array(bucket) for bucket in outgoing.buckets))
+        return Result(request.step, request.segment, tuple(np.array(bucket) for bucket in request.buckets))
 
-    def no_op(self, outgoing):
-        return Incoming(outgoing.step, outgoing.segment, tuple(np.zeros_like(bucket) for bucket in outgoing.buckets))
+    def no_op(self, request):
+        return Result(request.step, request.segment, tuple(np.zeros_like(bucket) for bucket in request.buckets))
 
     @property
     def sent_rounds(self):
@@ -75,10 +75,10 @@ class Stuck(Echo):
         self.has_begun = threading.Event()
         self.go_on = threading.Event()
 
-    def step(self, outgoing):
+    def step(self, request):
         self.has_begun.set()
         self.go_on.wait(_DEADLINE_SECONDS)
-        return super().step(outgoing)
+        return super().step(request)
 
 
 class Optimizer:
@@ -100,7 +100,7 @@ def _exchange_threads():
 
 
 class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
-    """Two workers, and a thread for each to call them on."""
+    """Two runtimes, and a thread for each to call them on."""
 
     options = CommunicationOptions(timeout_seconds=_DEADLINE_SECONDS)
     make_scheme = Echo
@@ -112,18 +112,18 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
         addresses = tuple(f"127.0.0.1:{port}" for port in reservation.ports)
         reservation.release()
         self.exchanges = ([], [])
-        self.workers = [self._make_worker(Cluster(addresses, rank)) for rank in range(2)]
+        self.runtimes = [self._make_runtime(Cluster(addresses, rank)) for rank in range(2)]
         self.threads = self.enter_context(concurrent.futures.ThreadPoolExecutor(2))
-        self.addCleanup(self.on_both, lambda rank, worker: worker.close("the test is over"))
+        self.addCleanup(self.on_both, lambda rank, runtime: runtime.close("the test is over"))
 
-    def _make_worker(self, cluster):
+    def _make_runtime(self, cluster):
         def make_exchange(context):
             exchange = self.make_scheme()
             self.exchanges[cluster.rank].append(exchange)
             exchange.reset(context.session)
             return exchange
 
-        return Worker(
+        return RankRuntime(
             cluster=cluster,
             options=self.options,
             identity={},
@@ -134,20 +134,20 @@ class _TwoRanksTestCase(tf.test.TestCase, parameterized.TestCase):
         )
 
     def on_both(self, call):
-        """Runs `call(rank, worker)` on both ranks at once; returns both results, or raises the error of one."""
-        futures = [self.threads.submit(call, rank, worker) for rank, worker in enumerate(self.workers)]
+        """Runs `call(rank, runtime)` on both ranks at once; returns both results, or raises the error of one."""
+        futures = [self.threads.submit(call, rank, runtime) for rank, runtime in enumerate(self.runtimes)]
         concurrent.futures.wait(futures, _DEADLINE_SECONDS)
         return [future.result(0) for future in futures]
 
     def begin_session(self):
-        self.on_both(lambda rank, worker: worker.begin_session())
+        self.on_both(lambda rank, runtime: runtime.begin_session())
 
     def add_groups(self, make_variables, make_optimizer=lambda rank: Optimizer()):
         """Adds a group on both ranks; returns the optimizers and the groups."""
         optimizers = [make_optimizer(rank) for rank in range(2)]
 
-        def add_group(rank, worker):
-            algorithm = worker.add_group(
+        def add_group(rank, runtime):
+            algorithm = runtime.add_group(
                 optimizer=optimizers[rank],
                 trained=make_variables(rank),
                 carried=[],
@@ -176,21 +176,21 @@ class StuckTest(_TwoRanksTestCase):
     @pytest.mark.stress(but=1)
     def test_the_other_rank_hears_of_a_thread_that_does_not_come_to_rest(self, own_error, raised):
         with self.assertRaises(raised) if raised else contextlib.nullcontext():
-            self.workers[0].end_session(own_error)
+            self.runtimes[0].end_session(own_error)
         self._check_that_the_other_rank_hears()
 
     @parameterized.parameters(None, ValueError("bad input"))
     def test_ctrl_c_ends_waiting_for_a_thread(self, own_error):
         """The other rank relies on messages that the thread has not sent."""
-        ctrl_c = mock.patch.object(self.group.runner, "quiesce", side_effect=KeyboardInterrupt)
+        ctrl_c = mock.patch.object(self.group.runner, "drain", side_effect=KeyboardInterrupt)
         with ctrl_c, self.assertRaises(KeyboardInterrupt):
-            self.workers[0].end_session(own_error)
+            self.runtimes[0].end_session(own_error)
         self._check_that_the_other_rank_hears()
 
     def _check_that_the_other_rank_hears(self):
-        self.assertFalse(self.workers[0].in_session)
+        self.assertFalse(self.runtimes[0].in_session)
         with self.assertRaisesRegex(PeerLostError, "rank 0 gave up"):
-            self.workers[1].membership.wait(lambda: [0], operation="hear of it")
+            self.runtimes[1].membership.wait(lambda: [0], operation="hear of it")
 
 
 class StallTest(_TwoRanksTestCase):
@@ -204,7 +204,7 @@ class StallTest(_TwoRanksTestCase):
 
     def test_who_waits_for_long_says_for_whom_and_where(self):
         with self.assertLogs("absl", "WARNING") as logs, self.assertRaises(DeadlineExceededError):
-            self.workers[0].membership.wait(lambda: [1], operation="receive update", step=3)
+            self.runtimes[0].membership.wait(lambda: [1], operation="receive update", step=3)
         (message,) = [record.getMessage() for record in logs.records if record.levelname == "WARNING"]
         self.assertRegex(message, r"rank 0, step 3: receive update: it has waited \d+ s for rank 1 .*stacks")
         self.assertIn(self.path, message)
@@ -227,8 +227,8 @@ class SlowTest(_TwoRanksTestCase):
         self.addCleanup(slow.go_on.set)
         self.assertTrue(slow.has_begun.wait(_DEADLINE_SECONDS))
         threading.Timer(2.5, slow.go_on.set).start()
-        self.workers[0].end_session(ValueError("bad input"))
-        other = self.workers[1].membership
+        self.runtimes[0].end_session(ValueError("bad input"))
+        other = self.runtimes[1].membership
         self.assertTrue(other.wait_until(lambda: other.departure(0) is not None, _DEADLINE_SECONDS))
         self.assertEqual(other.departure(0).sent_rounds[group.name], 1)
 
@@ -237,11 +237,11 @@ class SlowTest(_TwoRanksTestCase):
         self.begin_session()
         taken = threading.Event()
         self.addCleanup(taken.set)
-        first, second = (worker.membership for worker in self.workers)
+        first, second = (runtime.membership for runtime in self.runtimes)
         second.transport.register("slow", lambda message: taken.wait(_DEADLINE_SECONDS))
         first.send(1, "slow", b"", lane=1)
         threading.Timer(2.5, taken.set).start()
-        self.workers[0].close("done")
+        self.runtimes[0].close("done")
         self.assertTrue(taken.is_set())
 
 
@@ -252,31 +252,31 @@ class ContinuingTest(_TwoRanksTestCase):
 
     def test_a_rank_that_fails_is_told_of_and_what_is_missed_counted(self):
         self.begin_session()
-        first, second = (worker.membership for worker in self.workers)
+        first, second = (runtime.membership for runtime in self.runtimes)
         second.num_rounds = 20
         with self.assertLogs(level="WARNING") as logs:
-            self.workers[1].end_session(ValueError("bad input"))
+            self.runtimes[1].end_session(ValueError("bad input"))
             first.wait(lambda: [] if first.departure(1) else [1], operation="hear of it")
             first.num_rounds = 50
-            self.workers[0].end_session(None)
+            self.runtimes[0].end_session(None)
         self.assertIsNone(first.failure)
-        self.assertEqual(self.workers[0].counters()["ranks_left"], 1)
+        self.assertEqual(self.runtimes[0].counters()["ranks_left"], 1)
         self.assertLen(logs.output, 2)
         self.assertIn("rank 0: rank 1 has left: ValueError: bad input. The others", logs.output[0])
-        self.assertIn("go on without its part of the data, 1/2.", logs.output[0])
+        self.assertIn("continue without its part of the data, 1/2.", logs.output[0])
         self.assertIn(
-            "30 % of the data of this training were left out, as ranks have missed steps: rank 1 60 %.",
+            "30 % of the data of this training were left out, because ranks have missed steps: rank 1 60 %.",
             logs.output[1],
         )
 
     def test_who_makes_as_many_steps_misses_none(self):
         self.begin_session()
-        first, second = (worker.membership for worker in self.workers)
+        first, second = (runtime.membership for runtime in self.runtimes)
         first.num_rounds = second.num_rounds = 20
         with self.assertNoLogs(level="WARNING"):
-            self.workers[1].end_session(None)
+            self.runtimes[1].end_session(None)
             first.wait(lambda: [] if first.departure(1) else [1], operation="hear of it")
-            self.workers[0].end_session(None)
+            self.runtimes[0].end_session(None)
         self.assertEqual(first.missed_share(), {})
 
 
@@ -289,10 +289,10 @@ class OneWayTest(_TwoRanksTestCase):
         # Packets to this port are dropped, because no process accepts connections, and the backlog is full.
         blocked = self.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         self.enter_context(socket.create_connection(blocked.getsockname()))
-        first = self.workers[0]._transport
+        first = self.runtimes[0]._transport
         host, port = blocked.getsockname()
         first._open_channel = lambda peer: grpc.insecure_channel(f"{host}:{port}")
-        errors = self.on_both(lambda rank, worker: error_of(worker.begin_session))
+        errors = self.on_both(lambda rank, runtime: error_of(runtime.begin_session))
         for rank, error in enumerate(errors):
             self.assertIsInstance(error, PeerLostError)
             self.assertRegex(str(error), f"rank {rank}: .* on rank {1 - rank} at 127.0.0.1:")
@@ -305,49 +305,49 @@ class SessionTest(_TwoRanksTestCase):
     @parameterized.parameters(ValueError("bad input"), SystemExit(3), MemoryError())
     def test_who_begins_a_round_that_a_failed_rank_has_not_made_raises(self, error):
         self.begin_session()
-        first, second = (worker.membership for worker in self.workers)
+        first, second = (runtime.membership for runtime in self.runtimes)
         second.begin_round(4)
-        self.workers[1].end_session(error)
+        self.runtimes[1].end_session(error)
         first.wait(lambda: [] if first.departure(1) else [1], operation="hear of it")
         first.begin_round(4)
         name = type(error).__name__
         with self.assertRaisesRegex(PeerFailedError, f"rank 0: rank 1 has failed, .* without it: {name}") as raised:
             first.begin_round(5)
-        self.workers[0].end_session(raised.exception)
+        self.runtimes[0].end_session(raised.exception)
         self.begin_session()  # The error belonged to that session only.
         first.begin_round(5)
-        self.assertEqual(self.workers[0].counters()["ranks_left"], 0)
+        self.assertEqual(self.runtimes[0].counters()["ranks_left"], 0)
 
     @parameterized.parameters(KeyboardInterrupt(), SystemExit(), SystemExit(0))
     def test_a_rank_that_was_asked_to_end_leaves_the_other_running(self, error):
         self.begin_session()
-        self.workers[1].end_session(error)
+        self.runtimes[1].end_session(error)
         self._check_goes_on(type(error).__name__)
 
     def _check_goes_on(self, reason):
-        membership = self.workers[0].membership
+        membership = self.runtimes[0].membership
         membership.wait(lambda: [] if membership.departure(1) else [1], operation="hear of it")
         self.assertStartsWith(membership.departure(1).reason, reason)
         self.assertIsNone(membership.failure)
-        self.assertEqual(self.workers[0].counters()["ranks_left"], 1)
+        self.assertEqual(self.runtimes[0].counters()["ranks_left"], 1)
 
     def test_a_rank_without_a_step_keeps_its_place_among_the_collectives(self):
         """As in a `fit` that has nothing left to do after a restore, on one rank."""
         variable = [_variable([float(rank)]) for rank in range(2)]
         self.begin_session()
-        self.workers[0].collectives.broadcast_initial_values([_variable([1.0])])  # Rank 0 does not wait.
-        self.on_both(lambda rank, worker: worker.end_session(None))
-        self.on_both(lambda rank, worker: worker.collectives.average([variable[rank]]))
+        self.runtimes[0].collectives.broadcast_initial_values([_variable([1.0])])  # Rank 0 does not wait.
+        self.on_both(lambda rank, runtime: runtime.end_session(None))
+        self.on_both(lambda rank, runtime: runtime.collectives.average([variable[rank]]))
         self.assertAllEqual(variable[0], [0.5])
         self.assertAllEqual(variable[1], [0.5])
         self.begin_session()
         self.on_both(
-            lambda rank, worker: worker.collectives.broadcast_initial_values([variable[rank], _variable([rank])])
+            lambda rank, runtime: runtime.collectives.broadcast_initial_values([variable[rank], _variable([rank])])
         )
 
     def test_a_broken_job_ends_on_all_ranks(self):
         self.begin_session()
-        first, second = self.workers
+        first, second = self.runtimes
         second.end_session(PeerLostError("rank 2 is gone"))
         with self.assertRaisesRegex(PeerLostError, "because rank 1 gave up: PeerLostError: rank 2 is gone"):
             first.membership.wait(lambda: [1], operation="receive")
@@ -365,29 +365,30 @@ class SessionTest(_TwoRanksTestCase):
                 group.end_step()
                 self.assertAllEqual(result, [3.0, 4.0])
                 self.assertEqual(int(group.step), 1)
-            self.on_both(lambda rank, worker: worker.end_session(None))
+            self.on_both(lambda rank, runtime: runtime.end_session(None))
             self.begin_session()
             self.assertEqual([int(group.step) for group in groups], [0, 0])
 
     def test_who_joins_records_what_is_of_the_session_that_is_under_way(self):
-        worker = self.workers[0]
-        worker._recorder = mock.Mock()
-        with mock.patch.object(worker.membership, "begin_session", lambda *_: setattr(worker.membership, "session", 7)):
-            worker.begin_session()
-        self.assertEqual(worker._recorder.begin_session.mock_calls, [mock.call(1), mock.call(7)])
+        runtime = self.runtimes[0]
+        runtime._recorder = mock.Mock()
+        membership = runtime.membership
+        with mock.patch.object(membership, "begin_session", lambda *_: setattr(membership, "session", 7)):
+            runtime.begin_session()
+        self.assertEqual(runtime._recorder.begin_session.mock_calls, [mock.call(1), mock.call(7)])
 
     def test_nothing_begins_after_close(self):
-        self.on_both(lambda rank, worker: worker.close("done"))
+        self.on_both(lambda rank, runtime: runtime.close("done"))
         with self.assertRaisesRegex(HopError, "was shut down"):
-            self.workers[0].begin_session()
+            self.runtimes[0].begin_session()
 
     def test_close_ends_all_threads(self):
         before = set(threading.enumerate())
         self.begin_session()
         self.add_groups(lambda rank: [_variable([1.0])])
         self.assertLen(_exchange_threads(), 2)
-        self.on_both(lambda rank, worker: worker.close("done"))
-        self.on_both(lambda rank, worker: worker.close("again"))
+        self.on_both(lambda rank, runtime: runtime.close("done"))
+        self.on_both(lambda rank, runtime: runtime.close("again"))
         new = [t.name for t in set(threading.enumerate()) - before if t.name.startswith("hop_tf")]
         self.assertEmpty(new)
 
@@ -442,11 +443,11 @@ class GroupTest(_TwoRanksTestCase):
                 group.collect([])
             del optimizers, groups, group
             gc.collect()
-            self.on_both(lambda rank, worker: worker.end_session(None))
+            self.on_both(lambda rank, runtime: runtime.end_session(None))
             self.begin_session()
             self.assertEmpty(_exchange_threads())
-            self.assertEqual([worker.counters()["echoes"] for worker in self.workers], [number + 1] * 2)
-            self.assertNotIn("latest", self.workers[0].counters())
+            self.assertEqual([runtime.counters()["echoes"] for runtime in self.runtimes], [number + 1] * 2)
+            self.assertNotIn("latest", self.runtimes[0].counters())
 
     def test_counters_are_summed_over_groups_and_gauges_are_not(self):
         _optimizers, groups = self.add_groups(lambda rank: [_variable([1.0])])
@@ -456,13 +457,13 @@ class GroupTest(_TwoRanksTestCase):
                 group.submit([tf.constant([3.0])])
                 group.collect([])
                 group.end_step()
-        for worker in self.workers:
-            counters = worker.counters()
+        for runtime in self.runtimes:
+            counters = runtime.counters()
             self.assertEqual((counters["echoes"], counters["latest"]), (2, 2))
 
     def test_groups_in_use_stay(self):
         optimizers, _ = self.add_groups(lambda rank: [_variable([1.0])])
-        self.on_both(lambda rank, worker: worker.end_session(None))
+        self.on_both(lambda rank, runtime: runtime.end_session(None))
         self.begin_session()
         self.assertLen(_exchange_threads(), len(optimizers))
 
@@ -482,39 +483,39 @@ class CollectivesTest(_TwoRanksTestCase):
 
     def test_all_start_with_the_values_of_rank_0(self):
         variables = [[_variable([10.0 * rank + 1, 2.0]), _variable(rank + 5, "n")] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.collectives.broadcast_initial_values(variables[rank]))
+        self.on_both(lambda rank, runtime: runtime.collectives.broadcast_initial_values(variables[rank]))
         for vector, scalar in variables:
             self.assertAllEqual(vector, [1.0, 2.0])
             self.assertAllEqual(scalar, 5)
 
     def test_each_variable_takes_them_once(self):
         variables = [[_variable([float(rank)])] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.collectives.broadcast_initial_values(variables[rank]))
+        self.on_both(lambda rank, runtime: runtime.collectives.broadcast_initial_values(variables[rank]))
         variables[1][0].assign([7.0])
         new = [[_variable([rank + 3.0])] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.collectives.broadcast_initial_values(variables[rank] + new[rank]))
+        self.on_both(lambda rank, runtime: runtime.collectives.broadcast_initial_values(variables[rank] + new[rank]))
         self.assertAllEqual(variables[1][0], [7.0])
         self.assertAllEqual(new[1][0], [3.0])
 
     def test_average(self):
         variables = [[_variable([[1.0, 2.0], [3.0, 4.0 + rank]]), _variable(rank, "n")] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.collectives.average(variables[rank]))
+        self.on_both(lambda rank, runtime: runtime.collectives.average(variables[rank]))
         for rank, (matrix, integer) in enumerate(variables):
             self.assertAllEqual(matrix, [[1.0, 2.0], [3.0, 4.5]])
             self.assertAllEqual(integer, rank)
 
     @parameterized.parameters(((60, 54), 4.5), ((60, 53), 4.0), ((20, 60), 5.0), ((0, 0), 4.5))
     def test_who_is_left_behind_does_not_count(self, num_rounds, expected):
-        for worker, number in zip(self.workers, num_rounds, strict=True):
-            worker.membership.num_rounds = number
+        for runtime, number in zip(self.runtimes, num_rounds, strict=True):
+            runtime.membership.num_rounds = number
         variables = [[_variable([4.0 + rank])] for rank in range(2)]
-        self.on_both(lambda rank, worker: worker.collectives.average(variables[rank]))
+        self.on_both(lambda rank, runtime: runtime.collectives.average(variables[rank]))
         for (variable,) in variables:
             self.assertAllEqual(variable, [expected])
 
     def test_average_of_different_models_ends_on_all_ranks(self):
         variables = [[_variable([1.0])], [_variable([1.0, 2.0])]]
-        errors = self.on_both(lambda rank, worker: _error_of(lambda: worker.collectives.average(variables[rank])))
+        errors = self.on_both(lambda rank, runtime: _error_of(lambda: runtime.collectives.average(variables[rank])))
         self.assertIsInstance(errors[1], MismatchError)
         self.assertIsInstance(errors[0], PeerLostError)
         self.assertRegex(
@@ -522,7 +523,7 @@ class CollectivesTest(_TwoRanksTestCase):
         )
 
     def test_gather(self):
-        values = self.on_both(lambda rank, worker: worker.collectives.gather({"rank": rank}))
+        values = self.on_both(lambda rank, runtime: runtime.collectives.gather({"rank": rank}))
         self.assertEqual(values, [[{"rank": 0}, {"rank": 1}], None])
 
 
@@ -546,11 +547,11 @@ class GivenUpTest(_TwoRanksTestCase):
         """Rank 0 stands for a rank that hears rank 1's farewell before it hears that rank 1 was lost."""
         self.begin_session()
         lost = membership_pb2.Leave(rank=1, session=1, lost=True, final=True, reason="silent")
-        first, second = (worker.membership for worker in self.workers)
+        first, second = (runtime.membership for runtime in self.runtimes)
         first.notify(1, "membership/leave", lost.SerializeToString())
-        with self.assertRaisesRegex(PeerLostError, "went on without this rank: silent") as raised:
+        with self.assertRaisesRegex(PeerLostError, "continued without this rank: silent") as raised:
             second.wait_until(lambda: False, _DEADLINE_SECONDS)
-        self.workers[1].end_session(raised.exception)
+        self.runtimes[1].end_session(raised.exception)
         self.assertTrue(first.wait_until(lambda: first.departure(1) is not None, _DEADLINE_SECONDS))
         first.check()
 

@@ -1,36 +1,37 @@
-"""`OuterSteps`: ranks that train on their own, and merge what they have changed, window by window.
+"""`OuterOptimizer`: local SGD and DiLoCo. Ranks train on their own, and merge their changes window by window.
 
-    weights a rank computes with  =  what is merged  +  its own changes of windows that are not merged yet
+    weights that a rank computes with  =  merged weights  +  its own changes of windows that are not merged yet
 
-Ranks make steps of their own optimizers. A window is some steps; when it ends, each rank hands out what it has changed
-in it. When the mean over all ranks arrives, maybe many steps later, it is merged:
+Each rank makes steps of its own optimizer. A window is a number of steps. At its end, each rank submits the changes of
+the window. The mean over all ranks may arrive many steps later. The rank then merges the mean:
 
     merged  <-  merged + mean(changes)                    or     the outer optimizer's update with  -mean(changes)
 
-The merged values are kept, and moved by means only. So it is equal to the bit on all ranks, and so are weights whenever
-nothing of their own is left over. Without delay and with windows of several steps this is local SGD; with an outer
-optimizer DiLoCo; with one and a delay its eager form.
+Only means move the merged weights, so these are equal to the bit on all ranks. If no changes are in flight, the weights
+of all ranks are equal, too. With windows of several steps and no delay this is local SGD. An outer optimizer makes it
+DiLoCo, and a delay in addition the eager form of DiLoCo.
 
-With a delay of several steps that is unstable. When a mean arrives, the rank has already undone a part of its own
-change by later gradients, so that this part is taken out twice. Merging gently keeps ranks nearer to each other:
+With a delay of several steps that is unstable. When a mean arrives, later gradients of the rank have already undone a
+part of its own changes. Replacing these changes undoes this part twice. Merging gently keeps ranks closer together:
 
     slow     <-  slow + kappa mean(changes)                     when a window is merged
     slow     <-  slow + a_2 (merged - slow)                     when a window ends
     weights  ->  slow + kappa (own changes of windows that are not merged yet)
 
-Own changes count whole until their window ends, and kappa after that. At the end of a window weights move as the slow
-values do, and a part a_1 of the way to where they should be. With a = 1 - (1 - 1 / T)^p, p steps a window, a distance
-falls to 1/e in T steps. Slow values are moved by means only, too. kappa = 1, T_1 = T_2 = 1 is merging at once.
+Own changes count whole until their window ends, and with a factor kappa after that. At the end of a window, weights
+move as the slow values do, and in addition a part a_1 of the distance to their target. With a = 1 - (1 - 1 / T)^p for
+windows of p steps, a distance falls to 1/e in T steps. Only means move the slow values, too. With kappa = 1 and
+T_1 = T_2 = 1, means are merged at once.
 
-If the program has assigned a weight, nothing may be left to approach. So the change in that window is the assigned
-value less what is merged and under way. Its kappa is 1. The slow value becomes what keeps the weight where it is. Of
-steps before, only what this rank's weight held of them counts. Other weights keep theirs.
+If the program has assigned a weight, the weight must stay: no distance to a target may remain. So the change of that
+window is the assigned value less the merged value and the changes in flight. Its kappa is 1. The slow value is set so
+that the weight stays. Of earlier steps, only the part that this rank's weight held counts. Other weights keep theirs.
 
-At the end of a window the order is `multiply`, if changes are made longer, and `take`, then `merge` and `follow` for a
-window that is due, then `approach`. To merge at once, `give` replaces the last two.
+The calls at the end of a window, in this order: `multiply` if changes are made longer, `take`, then `merge` and
+`follow` for a window that is due, then `approach`. To merge at once, `give` replaces the last two.
 
-Memory, in models: what is merged, what weights were when the last window ended, and one for each newer window that may
-be under way; merging gently, one more.
+Memory, in models: the merged weights, the weights at the end of the last window, and one for each newer window that may
+be in flight. Merging gently takes one more.
 
 References:
   Stich. Local SGD Converges Fast and Communicates Little. ICLR 2019. Douillard et al. DiLoCo: Distributed
@@ -48,27 +49,27 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import clipped
 from hop_tf.keras_hook.updates import as_own_updates, update
-from hop_tf.runtime.averaging import LateChanges, Latest, assign_all, read_all
+from hop_tf.runtime.deltas import DeltaTracker, ValueHistory, assign_all, read_all
 from hop_tf.tensors import payloads
 
 # kappa, T_1 (for skewed shards 1), and T_2, in steps. They were chosen for a perceptron with momentum 0.9.
 _KAPPA, _T_1, _T_2 = 0.5, 10, 40
 
 
-class OuterSteps:
-    """The merged values of some variables, and the changes that this rank has made besides.
+class OuterOptimizer:
+    """The merged values of some variables, and this rank's own changes in addition.
 
     Args:
-      variables: The variables; those that are trained come first.
-      values: What they are when the first change is about to be made; equal on all ranks.
-      num_trained: How many are trained. An outer optimizer moves these; the others take the mean.
-      max_newer: Most windows that may have ended when an older one is merged.
-      optimizer: The outer optimizer, not built; None: means are added.
-      gently: True if `follow` and `approach` are called; not with an outer optimizer.
-      skewed_shards: True if `apart` is called. Then T_1 is 1: ranks whose data differs must not stay apart.
+      variables: The variables. The trained ones come first.
+      values: Their values before the first change, equal on all ranks.
+      num_trained: Number of trained variables. A Keras outer optimizer moves these only. Means are added to the others.
+      max_newer: Largest number of windows that may have ended when an older one is merged.
+      optimizer: The outer optimizer of Keras, not built. None: means are added.
+      gently: True if `follow` and `approach` are called. Must be False with a Keras outer optimizer.
+      skewed_shards: True if `apart` is called. Then T_1 is 1, because ranks with different data must not stay apart.
 
     Attributes:
-      optimizer: The outer optimizer.
+      optimizer: The outer optimizer of Keras, or None.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class OuterSteps:
         self._variables = variables
         self._num_trained = num_trained
         self.optimizer = optimizer
-        self._changes = LateChanges(variables, values)
-        self._own = Latest(variables, max_newer + skewed_shards)
+        self._changes = DeltaTracker(variables, values)
+        self._own = ValueHistory(variables, max_newer + skewed_shards)
         with tf.init_scope(), tf.device("/cpu:0"):
             kappas = tf.Variable(tf.fill([num_trained], _KAPPA), trainable=False, name="hop_tf_kappas")
-        self._kappas = Latest([kappas], max_newer + 1 if gently else 0)
+        self._kappas = ValueHistory([kappas], max_newer + 1 if gently else 0)
         self._t_1 = 1 if skewed_shards else _T_1
         # Names are the same where the step is traced within a condition, as that of a rank that joins.
         with tf.init_scope(), tf.name_scope(""):
@@ -105,7 +106,7 @@ class OuterSteps:
         return [np.asarray(each.read_value()) for each in self._merged]
 
     def begin_with(self, merged: Sequence[np.ndarray]) -> None:
-        """Takes over what is merged on another rank: variables are that, and nothing is under way."""
+        """Takes over the merged values of another rank. The variables get these values, and no change is in flight."""
         with as_own_updates():  # Not the program's.
             for each, variable, values in zip(self._merged, self._variables, merged, strict=True):
                 each.assign(payloads.view(values.copy(), each.dtype.as_numpy_dtype, each.shape))
@@ -114,14 +115,14 @@ class OuterSteps:
         self._stop_approach()
 
     def begin(self) -> None:
-        """Emits the ops that take the variables as they are for what is merged: nothing is under way."""
+        """Emits the ops that set the merged values to the variables' present values. No change is in flight then."""
         self._changes.reset()
         for merged, variable in zip(self._merged, self._variables, strict=True):
             merged.assign(tf.cast(variable, merged.dtype))
         self._stop_approach()
 
     def multiply(self, factor: tf.Tensor) -> None:
-        """Emits the ops that multiply what the window that ends has changed in variables that are trained."""
+        """Emits the ops that multiply the changes of trained variables in the window that ends."""
         self._changes.multiply(factor, self._num_trained)
 
     def take(
@@ -130,12 +131,12 @@ class OuterSteps:
         """Emits the ops that end a window.
 
         Args:
-          choose: As of `LateChanges.take`, of the variables that are trained: what stays is changed in a later window.
+          choose: As for `DeltaTracker.take`, for the trained variables. Other changes count in a later window.
           assigned: For each trained variable, True if the program has assigned it in the window (`note_assigned`).
             Default: none.
 
         Returns:
-          The changes of each variable by this rank.
+          This rank's changes of each variable.
         """
 
         def choose_all(changes: list[tf.Tensor]) -> list:
@@ -151,12 +152,12 @@ class OuterSteps:
         return own
 
     def merge(self, means: Sequence[tf.Tensor], share: tf.Tensor | float = 1.0) -> list[tf.Tensor]:
-        """Emits the ops that merge a window. Variables stay as they are.
+        """Emits the ops that merge a window. Variables keep their values.
 
         Args:
           means: The mean over all ranks of the changes of each variable.
-          share: The share of the ranks whose window counts, because it has steps: these share the mean. If there are
-            none, the mean is added as it is, also with an outer optimizer.
+          share: The part of the ranks whose windows have steps. Only these windows count, and the mean is divided by
+            this part. If there are none, the mean is added unchanged, also with an outer optimizer.
 
         Returns:
           The means that were merged.
@@ -180,18 +181,18 @@ class OuterSteps:
         own = self._own.at(num_newer)
         return [mean - tf.cast(each, mean.dtype) for mean, each in zip(means, own, strict=True)]
 
-    def give(self, num_under_way: int | tf.Tensor, follows_take: bool = False) -> None:
-        """Emits the ops that give the variables what is merged, and own changes of windows under way in addition.
+    def give(self, num_in_flight: int | tf.Tensor, follows_take: bool = False) -> None:
+        """Emits the ops that assign the merged values plus own changes of windows in flight.
 
         Args:
-          num_under_way: The number of windows that have ended and are not merged.
-          follows_take: True if `take` has just taken all changes, so that the variables have none of their own. Default
-            False: these are kept.
+          num_in_flight: The number of windows that have ended and are not merged.
+          follows_take: True if `take` has just taken all changes, so that no later ones exist. Default False: later
+            changes are kept.
         """
-        self._assign(self._own.add_newest(num_under_way, read_all(self._merged)), follows_take)
+        self._assign(self._own.add_newest(num_in_flight, read_all(self._merged)), follows_take)
 
     def settle(self, follows_take: bool = False) -> None:
-        """Emits the ops that give the variables what is merged: all windows are, and nothing is left to approach.
+        """Emits the ops that assign the merged values. All windows must be merged. No distance to a target remains.
 
         Args:
           follows_take: As of `give`.
@@ -206,7 +207,7 @@ class OuterSteps:
     # Merging gently.
 
     def follow(self, means: Sequence[tf.Tensor], num_newer: int | tf.Tensor) -> None:
-        """Emits the ops that move the slow values when a window was merged.
+        """Emits the ops that move the slow values after a window is merged.
 
         Args:
           means: As `merge` has returned them.
@@ -216,28 +217,28 @@ class OuterSteps:
             kappas = tf.unstack(*self._kappas.at(num_newer), self._num_trained)
         _add(self._slow, [tf.cast(kappa, mean.dtype) * mean for kappa, mean in zip(kappas, means, strict=False)])
 
-    def note_assigned(self, are_assigned: Sequence[bool | tf.Tensor], num_under_way: int | tf.Tensor) -> None:
-        """Emits the ops that leave nothing to approach in variables that the program has assigned.
+    def note_assigned(self, are_assigned: Sequence[bool | tf.Tensor], num_in_flight: int | tf.Tensor) -> None:
+        """Emits the ops that make variables stay that the program has assigned: no distance to a target remains.
 
         Args:
           are_assigned: For each trained variable, true if it was assigned.
-          num_under_way: As of `give`.
+          num_in_flight: As of `give`.
         """
         merged = read_all(self._merged)
         with tf.device("/cpu:0"):
             rest = [tf.unstack(1 - kappas, self._num_trained) for (kappas,) in reversed(self._kappas.all())]
-        whole, slow = (self._own.add_newest(num_under_way, merged, factors) for factors in ((), rest))
+        whole, slow = (self._own.add_newest(num_in_flight, merged, factors) for factors in ((), rest))
         known = self._changes.known()
         for i, is_assigned in enumerate(are_assigned):
             whole[i] = tf.where(is_assigned, tf.cast(whole[i], known[i].dtype), known[i])
             self._slow[i].assign(tf.where(is_assigned, slow[i], self._slow[i]))
         self._changes.count_from(dict(enumerate(whole[: self._num_trained])))
 
-    def approach(self, num_under_way: int | tf.Tensor, interval: int | tf.Tensor, follows_take: bool = False) -> None:
-        """Emits the ops that move variables towards what is merged, after `take` and the merges of that step.
+    def approach(self, num_in_flight: int | tf.Tensor, interval: int | tf.Tensor, follows_take: bool = False) -> None:
+        """Emits the ops that move variables towards the merged values, after `take` and the merges of that step.
 
         Args:
-          num_under_way: As of `give`; at least 1.
+          num_in_flight: As of `give`; at least 1.
           interval: The steps of a window.
           follows_take: As of `give`.
         """
@@ -249,7 +250,7 @@ class OuterSteps:
         values = read_all(self._merged)
         moves = [tf.cast(a_2, slow.dtype) * (value - slow) for slow, value in zip(self._slow, values, strict=False)]
         values[:num] = [slow.assign_add(move) for slow, move in zip(self._slow, moves, strict=True)]
-        values = self._own.add_newest(num_under_way, values, kappas)
+        values = self._own.add_newest(num_in_flight, values, kappas)
         for i, move in enumerate(moves):
             weights = tf.cast(known[i], move.dtype) - tf.cast(1 - kappas[0][i], move.dtype) * newest[i] + move
             values[i] = weights + tf.cast(a_1, move.dtype) * (values[i] - weights)
@@ -278,7 +279,7 @@ def _add(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
 
 
 def _part(num_steps: int, interval: int | tf.Tensor) -> float | tf.Tensor:
-    """The part of a distance that is covered in an interval, if it falls to 1/e in so many steps."""
+    """The part of a distance that is covered in an interval, if the distance falls to 1/e in `num_steps` steps."""
     interval = tf.cast(interval, tf.float32) if tf.is_tensor(interval) else interval
     return 1 - (1 - 1 / num_steps) ** interval
 
@@ -289,7 +290,7 @@ def _copy(variable: tf.Variable) -> tf.Variable:
 
 
 def dtype_of_sums(variable: tf.Variable) -> tf.DType:
-    """The type to add changes of a variable in: float32 at least, as sums in a smaller type lose small changes."""
+    """The type for sums of a variable's changes: at least float32, because smaller types lose small changes."""
     return variable.dtype if variable.dtype.size >= 4 else tf.float32
 
 

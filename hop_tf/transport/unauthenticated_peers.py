@@ -1,4 +1,4 @@
-"""`Strangers`: connections whose peer has not greeted yet. `GuessLimit`: limits guesses of the token.
+"""`UnauthenticatedPeers`: connections whose peer has not greeted yet. `GuessRateLimiter`: limits guesses of the token.
 
 Any process that reaches a port can connect to it. Before the greeting, a connection gets little: a thread, for a short
 time. If there are too many connections, the source that has the most of them loses one first.
@@ -17,9 +17,9 @@ from collections.abc import Callable
 # Limit for the whole greeting, however slowly its bytes come in.
 GREETING_SECONDS = 10.0
 # Connections that have not greeted yet. Each costs a thread.
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 # Connections that are ended need a moment. This limits the threads at a time.
-_MAX_THREADS = 2 * MAX_STRANGERS
+_MAX_THREADS = 2 * MAX_UNAUTHENTICATED
 # Wrong proofs that a source may send at once, and the further number per second.
 _MAX_GUESSES, _GUESSES_PER_SECOND = 20.0, 5.0
 # Sources that are remembered. A forgotten source begins anew.
@@ -27,7 +27,7 @@ _MAX_SOURCES = 1024
 
 
 @dataclasses.dataclass(eq=False)
-class Stranger:
+class UnauthenticatedPeer:
     """A connection that has not greeted yet.
 
     Attributes:
@@ -43,12 +43,12 @@ class Stranger:
     problem: str = ""
 
 
-class Strangers:
+class UnauthenticatedPeers:
     """Limits the connections that have not greeted yet, in number and time. May be used from any thread."""
 
     def __init__(self):
         self._changed = threading.Condition()
-        self._waiting: dict[Stranger, None] = {}  # Without those that were ended; the oldest first.
+        self._waiting: dict[UnauthenticatedPeer, None] = {}  # Without those that were ended; the oldest first.
         self._num_present = 0
         self._num_expected = 0
         self._closed = False
@@ -84,29 +84,29 @@ class Strangers:
         with self._changed:
             self._num_expected -= 1
 
-    def enter(self, source: str, end: Callable[[], object]) -> Stranger:
+    def enter(self, source: str, end: Callable[[], object]) -> UnauthenticatedPeer:
         """Called when an expected connection is there. `leave` follows. If there are too many, one is ended.
 
         Args:
           source: The connection's source, see `source_of`.
           end: Ends the connection. Must not block.
         """
-        stranger = Stranger(source, end, time.monotonic() + GREETING_SECONDS)
+        caller = UnauthenticatedPeer(source, end, time.monotonic() + GREETING_SECONDS)
         with self._changed:
             self._num_expected -= 1
             self._num_present += 1
-            self._waiting[stranger] = None
+            self._waiting[caller] = None
             if self._closed:
-                self._end(stranger)
-            elif len(self._waiting) > MAX_STRANGERS:
+                self._end(caller)
+            elif len(self._waiting) > MAX_UNAUTHENTICATED:
                 self._end(self._in_the_way(), "too many connections have not greeted yet")
             self._changed.notify_all()
-        return stranger
+        return caller
 
-    def leave(self, stranger: Stranger) -> None:
+    def leave(self, caller: UnauthenticatedPeer) -> None:
         """Called when a connection has greeted, or is gone."""
         with self._changed:
-            self._waiting.pop(stranger, None)
+            self._waiting.pop(caller, None)
             self._num_present -= 1
 
     def watch(self) -> None:
@@ -124,22 +124,22 @@ class Strangers:
         """Ends all connections that have not greeted, and all later ones."""
         with self._changed:
             self._closed = True
-            for stranger in list(self._waiting):
-                self._end(stranger)
+            for caller in list(self._waiting):
+                self._end(caller)
             self._changed.notify_all()
 
-    def _in_the_way(self) -> Stranger:
+    def _in_the_way(self) -> UnauthenticatedPeer:
         """The oldest connection of the source with the most: a single connection from elsewhere is not crowded out."""
-        counts = collections.Counter(stranger.source for stranger in self._waiting)
-        return max(self._waiting, key=lambda stranger: counts[stranger.source])  # The first of equals.
+        counts = collections.Counter(caller.source for caller in self._waiting)
+        return max(self._waiting, key=lambda caller: counts[caller.source])  # The first of equals.
 
-    def _end(self, stranger: Stranger, problem: str = "") -> None:
-        del self._waiting[stranger]
-        stranger.problem = problem
-        stranger.end()
+    def _end(self, caller: UnauthenticatedPeer, problem: str = "") -> None:
+        del self._waiting[caller]
+        caller.problem = problem
+        caller.end()
 
 
-class GuessLimit:
+class GuessRateLimiter:
     """Limits the failed proofs of the cluster token from each source. May be used from any thread.
 
     Only failures count. A peer that knows the token always gets in, unless others at its address guess all the time.
