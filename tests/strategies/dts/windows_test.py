@@ -73,7 +73,7 @@ class SelectionTest(tf.test.TestCase):
         self.assertTrue(chosen[1])
 
 
-class OuterStepsTest(tf.test.TestCase):
+class OuterOptimizerTest(tf.test.TestCase):
     def test_weights_are_what_is_merged_however_long_it_takes(self):
         """Own changes that are merged leave no rounding behind."""
         random = np.random.default_rng(0)
