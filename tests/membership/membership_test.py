@@ -1,5 +1,6 @@
 """Sessions, departures and deadlines, on a virtual clock."""
 
+import functools
 from unittest import mock
 
 import numpy as np
@@ -145,6 +146,48 @@ class SessionTest(tf.test.TestCase):
 
         cluster.run(body)
         self.assertEqual([membership.departed() for membership in cluster.memberships[1:]], [{0}] * 3)
+
+    def test_a_farewell_of_which_only_one_message_arrives_reaches_all(self):
+        """The leaving rank dies at once. Messages on the way to all ranks but one are lost."""
+        for leaving in (0, 5):
+            for reached in sorted({*range(16)} - {leaving}):
+                cluster = VirtualCluster(16, lambda *_: 0.1, detection_seconds=2.0)
+
+                def body(rank, cluster=cluster, leaving=leaving):
+                    membership = cluster.memberships[rank]
+                    membership.begin_session()
+                    if rank == leaving:
+                        cluster.scheduler.sleep(10.0 - cluster.scheduler.now)
+                        membership.leave(sent_rounds={"group": 7}, reason="done")
+                        cluster.scheduler.sleep(10.0)
+                    else:
+                        membership.wait(lambda: [] if membership.departed() else [leaving], operation="hear of it")
+
+                kill = functools.partial(cluster.kill, leaving, reaches=[reached])
+                cluster.scheduler.call_at(10.05, kill)
+                cluster.run(body)
+                for membership in cluster.memberships:
+                    if membership.rank != leaving:
+                        self.assertEqual(membership.departure(leaving).sent_rounds, {"group": 7})
+
+    def test_the_end_of_a_session_takes_few_messages(self):
+        """For 32 ranks, 31 messages tell of its end, and each rank passes on those of others to at most ten ranks."""
+        cluster = VirtualCluster(32, lambda *_: 0.1, num_servers=1)
+        heard, before = [], []
+        cluster.servers[0].register("membership/leave", lambda message: heard.append(message.sender))
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            cluster.scheduler.sleep(10.0)
+            before.append(membership.transport.counters()["messages_sent"])
+            membership.leave(sent_rounds={}, reason="")
+            membership.wait(lambda: sorted({*range(32)} - {rank} - membership.departed()), operation="hear of all")
+
+        cluster.run(body)
+        after = [membership.transport.counters()["messages_sent"] for membership in cluster.memberships]
+        self.assertAllLessEqual(np.array(after) - before, 1 + 31 + 31 * 10)
+        self.assertCountEqual(heard, range(32))
 
     def test_news_pass_through_a_rank_that_is_about_to_enter_the_next_session(self):
         cluster = _line()
