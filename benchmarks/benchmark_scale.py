@@ -1,7 +1,7 @@
 """The cost of each strategy with 4, 8, 16, ... ranks: messages, bytes, connections and time.
 
     python benchmarks/benchmark_scale.py
-    python benchmarks/benchmark_scale.py --series=hop:ring_based --largest=4096 --output=results
+    python benchmarks/benchmark_scale.py --series=hop:ring_based --largest=4096 --noleaves --output=results
     python benchmarks/benchmark_scale.py --real=2,4,8
 
 The strategies' own protocols run in one process on a virtual clock (see `hop_tf.tools.simulate`). A rank computes for
@@ -20,12 +20,13 @@ buffers    the most KiB of message buffers at one time, of all ranks together, d
 real s     time of the simulation.
 
 The row "growth" has the exponent p of n^p between the last two points. The last line tells how many ranks fit into
-1,024 descriptors, a usual limit. Heartbeats are not counted: each second, a rank sends one to each peer, and answers
-one of each peer.
+1,024 descriptors, a usual limit, which the transport raises only as far as the system allows. Heartbeats are not
+counted: each second, a rank sends one to each peer, and answers one of each peer.
 
 --real trains in that many processes on this machine. It shows the messages of a step beside the closed form, and the
 threads and descriptors of rank 0. Required, of the measured messages: equal to the closed form for Hop, Pipe-SGD and
-DTS, at most the closed form for SHAT. Ranks of Canary that fall behind send fewer.
+SHAT, and within a twentieth for DTS, whose windows are in flight when the count begins and ends. Ranks of Canary pass
+over steps on a busy machine, and send fewer.
 """
 
 from __future__ import annotations
