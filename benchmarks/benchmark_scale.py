@@ -164,11 +164,12 @@ def _run_series(series: str) -> None:
         for name, row in _Job(series, n).run().items():
             tables[name].append(row)
             _print_row(name, row)
+            if _OUTPUT.value is not None:
+                file = f"scale_{name.replace(':', '_').replace(' ', '_')}"
+                results.write_table(_OUTPUT.value, file, _TITLES, tables[name])  # After each point: others take long.
         factor, seconds = min(max(2.0, row[-1] / (seconds or row[-1])), 5.0), row[-1]
         n *= 2
     for name, rows in tables.items():
-        if _OUTPUT.value is not None:
-            results.write_table(_OUTPUT.value, f"scale_{name.replace(':', '_').replace(' ', '_')}", _TITLES, rows)
         if len(rows) > 1:
             before, last = (np.maximum(row, 1e-9) for row in rows[-2:])
             _print_row(f"{name}, growth", np.round(np.log2(last / before), 2))
