@@ -31,6 +31,16 @@ def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, .
     return parent, children
 
 
+def relays(rank: int, world_size: int) -> list[int]:
+    """The ranks at the distances 1, 2, 4, ... from `rank`, both ways: at most 2 log2(world_size), rounded up.
+
+    News that every rank passes on to its relays reach all ranks, even if some ranks die. With up to five ranks, the
+    relays are all other ranks.
+    """
+    distances = [sign << bit for bit in range((world_size - 1).bit_length()) for sign in (1, -1)]
+    return sorted({(rank + distance) % world_size for distance in distances} - {rank})
+
+
 class Membership(Waiting):
     """The ranks that take part in the running session, and waiting for them, over a transport.
 
@@ -531,7 +541,17 @@ class Membership(Waiting):
         # A rank that counts as lost may live, and has to hear of it.
         itself = None if leave.lost else leave.rank
         data = leave.SerializeToString()
-        self._notify_all((*self.peers, *self.servers), LEAVE_QUEUE, data, except_for=(learned_from, itself))
+        self._notify_all(self._receivers_of(leave), LEAVE_QUEUE, data, except_for=(learned_from, itself))
+
+    def _receivers_of(self, leave: membership_pb2.Leave) -> Sequence[int]:
+        """The processes that this rank tells of a departure. Servers hear of it from the leaving rank alone."""
+        if leave.rank == self.rank:
+            return (*self.peers, *self.servers)
+        if leave.lost or len(self.peers) < self.world_size - 1:
+            return self.peers
+        # The leaving rank has told all ranks, unless it died meanwhile. If all passed the news on to all, the end of a
+        # `fit` would take n^3 messages.
+        return relays(self.rank, self.world_size)
 
 
 def parse(message_type: type[_Parsed], message: Message) -> _Parsed:

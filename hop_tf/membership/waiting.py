@@ -98,6 +98,7 @@ class Waiting(abc.ABC):
         self._on_stall = on_stall
         self._stall_seconds = min(_STALL_SHARE * options.progress_timeout_seconds, options.timeout_seconds)
         self._told_at = -math.inf
+        self._num_looks = 0  # Calls of `look`.
         self._awaited: dict[object, frozenset[int]] = {}  # By running call of `wait`.
         self._wait_seconds: collections.Counter[int] = collections.Counter()  # By peer.
 
@@ -282,7 +283,7 @@ class Waiting(abc.ABC):
         Returns:
           The message for the others about a lost rank, or the description of a stall, or None if no rank is missing.
         """
-        begin, last = None, -1
+        begin, last, looked = None, -1, None
         with self.monitor:
             while True:
                 self.check()  # Even if no rank is awaited: ranks do not wait for one that has given up.
@@ -294,7 +295,10 @@ class Waiting(abc.ABC):
                     begin, last = self.recorder.now() if begin is None else begin, next(iter(awaited))
                 if interruptible:
                     self.check_interrupted()
-                for peer in awaited:
+                is_due = self._is_look_due(looked)
+                if is_due:
+                    looked = self.version, self._num_looks, self.monitor.now()
+                for peer in awaited if is_due else ():
                     error = self._problem(peer, self.monitor.now() - start, operation, step)
                     if error is None:
                         continue
@@ -314,6 +318,22 @@ class Waiting(abc.ABC):
                         return self._describe_stall(awaited, self.monitor.now() - start, operation, step)
                 self._awaited[call] = frozenset(awaited)
                 self.monitor.wait(self._look_seconds)
+
+    def _is_look_due(self, looked: tuple[int, int, float] | None) -> bool:
+        """True if a wait is to check all awaited ranks. It need not do so after each message: n^2 checks for n ranks.
+
+        Args:
+          looked: Version, number of looks, and time of the last check. None: there was none.
+        """
+        if looked is None or looked[:2] != (self.version, self._num_looks):
+            return True
+        return self.monitor.now() >= looked[2] + self._look_seconds / 2
+
+    def look(self) -> None:
+        """Makes all waits check the ranks that they wait for, now."""
+        with self.monitor:
+            self._num_looks += 1
+            self.monitor.notify_all()
 
     def _note_wait(self, begin: float | None, peer: int, operation: str) -> None:
         if begin is not None:

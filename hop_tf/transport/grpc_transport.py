@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import socket
 import threading
 import time
@@ -18,6 +17,7 @@ from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
 from hop_tf.tensors.buffers import BufferPool
+from hop_tf.transport import descriptors
 from hop_tf.transport.certificates import Certificates
 from hop_tf.transport.framing import CHUNK_BYTES
 from hop_tf.transport.grpc_link import GrpcLink
@@ -151,6 +151,7 @@ class GrpcTransport(QueueTransport):
         self._server: grpc.Server | None = None
         self._sockaddrs: frozenset[tuple] = frozenset()
         self._links: list[Link] = []
+        self._lacks_descriptors = False
 
     @property
     def incarnation(self) -> str:
@@ -160,6 +161,7 @@ class GrpcTransport(QueueTransport):
         self._check_open()
         if self._server is not None:
             raise HopError(f"rank {self._rank}: the transport was started before.")
+        descriptors.raise_limit(len(self._peers))
         options = (*_SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", _max_connections()))
         server = grpc.server(self._executor, handlers=[self._streams, self._reports], options=options)
         port = self._address.rpartition(":")[2]
@@ -176,6 +178,8 @@ class GrpcTransport(QueueTransport):
         self._reports.report = report
 
     def _watch(self, peer: Peer) -> None:
+        if not self._lacks_descriptors:  # Warns once.
+            self._lacks_descriptors = descriptors.warn_of_limit(self._name, len(self._watched), len(self._peers))
         outbox = Outbox()  # Stays empty.
         self._add_link(
             GrpcLink(
@@ -280,8 +284,7 @@ class GrpcTransport(QueueTransport):
 
 def _max_connections() -> int:
     """The limit on the server's connections. It keeps descriptors for training, whoever connects."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MANY_CONNECTIONS if limit == resource.RLIM_INFINITY else min(limit * 3 // 4, _MANY_CONNECTIONS)
+    return int(min(descriptors.limit() * 0.75, _MANY_CONNECTIONS))
 
 
 def _is_served_here(sockaddrs: set[tuple]) -> bool:

@@ -1,5 +1,6 @@
 """Sessions, departures and deadlines, on a virtual clock."""
 
+import functools
 from unittest import mock
 
 import numpy as np
@@ -145,6 +146,94 @@ class SessionTest(tf.test.TestCase):
 
         cluster.run(body)
         self.assertEqual([membership.departed() for membership in cluster.memberships[1:]], [{0}] * 3)
+
+    def test_a_farewell_of_which_only_one_message_arrives_reaches_all(self):
+        """The leaving rank dies at once. Messages on the way to all ranks but one are lost."""
+        for leaving in (0, 5):
+            for reached in sorted({*range(16)} - {leaving}):
+                cluster = VirtualCluster(16, lambda *_: 0.1, detection_seconds=2.0)
+
+                def body(rank, cluster=cluster, leaving=leaving):
+                    membership = cluster.memberships[rank]
+                    membership.begin_session()
+                    if rank == leaving:
+                        cluster.scheduler.sleep(10.0 - cluster.scheduler.now)
+                        membership.leave(sent_rounds={"group": 7}, reason="done")
+                        cluster.scheduler.sleep(10.0)
+                    else:
+                        membership.wait(lambda: [] if membership.departed() else [leaving], operation="hear of it")
+
+                kill = functools.partial(cluster.kill, leaving, reaches=[reached])
+                cluster.scheduler.call_at(10.05, kill)
+                cluster.run(body)
+                for membership in cluster.memberships:
+                    if membership.rank != leaving:
+                        self.assertEqual(membership.departure(leaving).sent_rounds, {"group": 7})
+
+    def test_the_end_of_a_session_takes_few_messages(self):
+        """For 32 ranks, 31 messages tell of its end, and each rank passes on those of others to at most ten ranks."""
+        cluster = VirtualCluster(32, lambda *_: 0.1, num_servers=1)
+        heard, before = [], []
+        cluster.servers[0].register("membership/leave", lambda message: heard.append(message.sender))
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            cluster.scheduler.sleep(10.0)
+            before.append(membership.transport.counters()["messages_sent"])
+            membership.leave(sent_rounds={}, reason="")
+            membership.wait(lambda: sorted({*range(32)} - {rank} - membership.departed()), operation="hear of all")
+
+        cluster.run(body)
+        after = [membership.transport.counters()["messages_sent"] for membership in cluster.memberships]
+        self.assertAllLessEqual(np.array(after) - before, 1 + 31 + 31 * 10)
+        self.assertCountEqual(heard, range(32))
+
+    def test_a_wait_for_many_ranks_looks_at_each_of_them_a_few_times(self):
+        """The messages of 63 ranks come one after the other, within a second."""
+        cluster = VirtualCluster(64, lambda sender, *_: sender / 64)
+        membership, heard = cluster.memberships[0], set()
+
+        def hear(message):
+            heard.add(message.sender)
+            membership.monitor.notify_all()
+
+        membership.transport.register("queue", hear)
+        status = self.enterContext(mock.patch.object(membership.transport, "status", wraps=membership.transport.status))
+
+        def body(rank):
+            if rank:
+                cluster.memberships[rank].transport.send(0, "queue")
+            else:
+                membership.wait(lambda: sorted({*range(1, 64)} - heard), operation="hear of all")
+
+        cluster.run(body)
+        self.assertLen(heard, 63)
+        self.assertBetween(status.call_count, 63, 63 * 9)
+
+    def test_a_death_at_the_time_of_a_message_is_noticed(self):
+        """The wait has looked at the dead rank shortly before, and does not look again after each message."""
+        cluster = VirtualCluster(3, lambda *_: 0.1, detection_seconds=0.1)
+        membership, heard = cluster.memberships[0], []
+
+        def hear(message):
+            heard.append(message.sender)
+            membership.monitor.notify_all()
+
+        membership.transport.register("queue", hear)
+
+        def body(rank):
+            if rank == 0:
+                with self.assertRaisesRegex(errors.HopError, "on rank 2 at virtual:2 failed"):
+                    membership.wait(lambda: [1, 2], operation="hear of both")
+                return
+            for pause in (0.95, 0.05) if rank == 1 else (1.5,):
+                cluster.scheduler.sleep(pause)
+                cluster.memberships[rank].transport.send(0, "queue")
+
+        cluster.scheduler.call_at(1.0, lambda: cluster.kill(2))
+        cluster.run(body)
+        self.assertEqual(heard, [1, 1])
 
     def test_news_pass_through_a_rank_that_is_about_to_enter_the_next_session(self):
         cluster = _line()

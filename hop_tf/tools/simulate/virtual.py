@@ -568,7 +568,7 @@ class VirtualCluster:
     def _wake_all(self) -> None:
         """Wakes all ranks that wait. A death, unlike a message, does not notify them."""
         for membership in self.memberships:
-            membership.monitor.notify_all()
+            membership.look()
 
 
 class _Thread:
