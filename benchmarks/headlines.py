@@ -256,6 +256,14 @@ EXPERIMENTS = [
         full=["--sizes=1000000,10000000,100000000", "--rounds=9"],
         minutes=1,
     ),
+    Experiment(
+        "scale",
+        "Many ranks, on a virtual clock",
+        "benchmark_scale.py",
+        ["--series=hop:ring_based,pipe_sgd:mesh,shat", "--smallest=16", "--largest=64"],
+        full=["--series=hop:ring_based,hop:exponential,pipe_sgd:mesh,pipe_sgd:ring,dts:mesh,shat", "--largest=1024"],
+        minutes=1,
+    ),
     Experiment("plan", "Predicted steps", "benchmark_plan.py", ["--num_steps=20"], sizes=(FULL,)),
     Experiment("memory", "Memory of a rank", "benchmark_memory.py", [], sizes=(FULL,)),
     Experiment("replay", "Pipe-SGD's own steps that stand in", "benchmark_replay.py", [], sizes=(FULL,)),
@@ -565,6 +573,23 @@ ROWS += [
         "Percent of what TCP can carry, 277 ms and 100 Mbit/s, messages over several lanes",
         lambda at: at("long links", "share in percent", "1e8:0.277, tcp, spread"),
         at_least=90.0,
+    ),
+    *(
+        Row(
+            f"scale: {series}",
+            "scale",
+            f"Messages that a rank sends in a step among 64, {name}, over the closed form",
+            lambda at, series=series: at("scale", "messages", f"{series}, 64") / at("scale", "law", f"{series}, 64"),
+            at_most=1.0,
+        )
+        for series, name in {"hop:ring_based": "Hop", "pipe_sgd:mesh": "Pipe-SGD", "shat": "a worker of SHAT"}.items()
+    ),
+    Row(
+        "scale: end",
+        "scale",
+        "Messages that a rank of Pipe-SGD sends among 64 when `fit` ends",
+        lambda at: at("scale", "leave", "pipe_sgd:mesh, 64"),
+        at_most=1000.0,
     ),
     Row(
         "plan",
