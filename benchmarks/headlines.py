@@ -197,7 +197,7 @@ EXPERIMENTS = [
             *("--experiments=timing", "--links=100e6", "--num_values=2000000", "--algorithm=ring"),
             *("--num_steps=8", "--step_seconds=0.2", "--codecs=int8"),
         ],
-        full=["--step_seconds=0.1,0.4", "--num_steps=12", "--codecs=truncate16,int8"],
+        full=["--step_seconds=0.1,0.2,0.4", "--num_steps=12", "--codecs=truncate16,int8"],
         minutes=4,
     ),
     Experiment(

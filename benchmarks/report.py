@@ -5,8 +5,8 @@
     python benchmarks/report.py --size=quick     # five minutes; writes no page, fails if a row is worse than on it
 
 Every experiment is a benchmark of this folder, in a process of its own. `headlines.py` has the list. What was measured
-stays in --output (by default build/report). After an interruption, the next call with the same commit goes on with the
-next experiment.
+stays in --output (by default build/report). After an interruption, the next call with the same commit, and without
+changes, goes on with the next experiment.
 
 A value is the median over rounds, and its spread half the distance between the largest and the smallest one. A value
 that was measured once counts as 10 % wide. The page marks what misses its required value, and names what is worse than
@@ -39,28 +39,32 @@ from headlines import Experiment
 from report_page import Measurements, Report, Value
 
 _SIZE = flags.DEFINE_enum("size", headlines.SMALL, headlines.SIZES, "How much is measured.")
-_ONLY = flags.DEFINE_list("only", None, "Only these experiments.")
+_ONLY = flags.DEFINE_list("only", None, "Measures only these experiments, and writes no page.")
 _DOCS = flags.DEFINE_string("docs", None, "The folder of the page. Default: docs of this checkout.")
 _TIMEOUT_MINUTES = flags.DEFINE_float("timeout_minutes", 15.0, "Limit of an experiment of the small report.")
 
 _BENCHMARKS = pathlib.Path(__file__).parent
-_PACKAGES = ("tensorflow", "tensorflow_cpu", "keras", "numpy", "torch", "torchft", "tf_keras")
 _PEERS = ("torch", "torchft", "tf_keras")
+_PACKAGES = ("tensorflow", "keras", "numpy", *_PEERS)
+_CHANGED = " with changes"
 _FULL_TIMES = 20  # How much longer an experiment of the full report may take.
 
 
 def _commit() -> str:
+    """Returns the commit, and if there are changes, except of the report's own files."""
+
     def git(*arguments: str) -> str:
         return subprocess.run(["git", "-C", _BENCHMARKS, *arguments], capture_output=True, text=True).stdout.strip()
 
-    return git("rev-parse", "--short=12", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
+    has_changes = git("status", "--porcelain", "..", ":!../docs")
+    return git("rev-parse", "--short=12", "HEAD") + (_CHANGED if has_changes else "")
 
 
 def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | None:
     """Runs an experiment, unless it has ended before. Returns the reason if it has failed."""
     done, command = folder / "done.json", experiment.command(_SIZE.value)
     key = {"commit": commit, "command": command}
-    if done.exists() and json.loads(done.read_text()) == key:
+    if not commit.endswith(_CHANGED) and done.exists() and json.loads(done.read_text()) == key:
         print(f"{experiment.name}: measured before", flush=True)
         return None
     shutil.rmtree(folder, ignore_errors=True)
@@ -156,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
     rows = [row for row in headlines.ROWS if row.section in names]
     values = {row.name: value for row in rows if (value := measurements.value(row)) is not None}
     report = Report(_SIZE.value, experiments, rows, values, _values_before(docs / "results.json"), problems)
-    if _SIZE.value == headlines.QUICK:
+    if _SIZE.value == headlines.QUICK or _ONLY.value is not None:
         _compare(report)
     else:
         _write(report, measurements, commit, docs)

@@ -97,6 +97,12 @@ class ReportTest(parameterized.TestCase):
             self.run_report("--values=2")
         self.assertEqual(self.num_runs, 3)
 
+    def test_changed_files_are_measured_again(self):
+        with mock.patch.object(report, "_commit", lambda: "a commit with changes"):
+            self.run_report()
+            self.run_report()
+        self.assertEqual(self.num_runs, 2)
+
     def test_what_has_failed_runs_again(self):
         page = self.run_report("--fails")
         self.assertIn("It ended with exit code 7", page)
