@@ -27,6 +27,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -47,6 +48,7 @@ _BENCHMARKS = pathlib.Path(__file__).parent
 _PEERS = ("torch", "torchft", "tf_keras")
 _PACKAGES = ("tensorflow", "keras", "numpy", *_PEERS)
 _CHANGED = " with changes"
+_WIDTH = 120
 _FULL_TIMES = 20  # How much longer an experiment of the full report may take.
 
 
@@ -128,10 +130,13 @@ def _facts(commit: str) -> list[str]:
             versions.append(f"{package} {importlib.metadata.version(package)}")
     memory = psutil.virtual_memory().total / 2**30
     missing = [package for package in _PEERS if importlib.util.find_spec(package) is None]
+    machine = (
+        f"{psutil.cpu_count()} processors ({platform.machine()}), {memory:.0f} GiB, {platform.system()}, Python "
+        f"{platform.python_version()}, {', '.join(versions)}."
+    )
     return [
         f"Made by `make report` on {datetime.date.today()}, of commit {commit}, size {_SIZE.value}.",
-        f"{psutil.cpu_count()} processors ({platform.machine()}), {memory:.0f} GiB, {platform.system()}, Python "
-        f"{platform.python_version()}, {', '.join(versions)}.",
+        *textwrap.wrap(machine, _WIDTH),
         *([f"Not installed, so that their rows are empty: {', '.join(missing)}."] if missing else []),
         "",
         "A value is the median over rounds. The spread is half the distance between the largest and the smallest one,",

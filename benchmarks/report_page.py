@@ -198,7 +198,7 @@ def draw(picture: Picture, measurements: Measurements, folder: pathlib.Path) -> 
     for axes, (group, found) in zip(all_axes[0], groups.items(), strict=True):
         bars = axes.barh(labels, [found.get(label, np.nan) for label in labels], color=list(map(_color, labels)))
         axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
-        axes.set(title=group, xscale="log" if picture.is_logarithmic else "linear")
+        axes.set(title=group)
         axes.margins(x=0.2)
         axes.invert_yaxis()
     all_axes[0][0].invert_yaxis()
