@@ -5,8 +5,8 @@
 #                   of them; PYTEST_ARGS="-k topology" selects by name
 #   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
 #                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
-#   make report     measures all headlines beside other libraries, and writes docs/results.md: half an hour, while
-#                   nothing else runs on the machine; make report-full: hours; make report-quick: five minutes, and it
+#   make report     measures all headlines beside other libraries, and writes docs/results.md: 45 minutes, while
+#                   nothing else runs on the machine; make report-full: hours; make report-quick: minutes, and it
 #                   fails if something is worse than on the page
 #   make storm      what it costs if ranks are killed and stopped all the time; a quarter of an hour
 #   make docs       the documentation, into build/docs; warnings are errors
@@ -100,7 +100,7 @@ $(PEERS)/.installed: $(INSTALLED)
 	$(BIN)/python -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --editable '.[cpu,examples,benchmarks]'
 	for package in torch torchft tf_keras datasketches; do \
-		$(PEERS)/bin/python -m pip install --quiet $$package || echo "$$package is left out" >&2; done
+		$(PEERS)/bin/python -m pip install --quiet $$package || echo "$$package is left out; remove $(PEERS) to try again" >&2; done
 	$(PEERS)/bin/python -m pip uninstall --quiet --yes triton
 	touch $@
 

@@ -356,7 +356,7 @@ def _accuracy() -> None:
             (of_ranks,) = _measure([settings], num_processes, step_seconds=_STEP_SECONDS.value, **training)
             reached = _print_training(f"{label}, seed {seed}", of_ranks)
             last.append(reached[-1][1])
-            seconds.append(next((s for s, accuracy in reached if accuracy >= _TARGET.value), float("nan")))
+            seconds.append(next((s for s, accuracy in reached if accuracy >= _TARGET.value), math.inf))
         of_kinds[label] = statistics.mean(seconds), statistics.mean(last)
     fastest, _ = of_kinds.get("SSP sketch", (float("nan"), None))
     rows = [(label, seconds, seconds / fastest, accuracy) for label, (seconds, accuracy) in of_kinds.items()]

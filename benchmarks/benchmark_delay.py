@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 
 import delay_peers
@@ -136,6 +137,7 @@ class Setting:
 
 
 _Key = tuple[Setting, str, int]  # The kind and the seed of a training, beside the setting.
+_failures: list[str] = []  # The kinds of trainings that have failed.
 _Found = dict[_Key, list[Trained | None]]
 
 
@@ -188,6 +190,7 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
         )[:world_size]
     except RuntimeError as error:  # Keeps the results of the hours before.
         print(f"  {kind}, seed {seed}, has failed: {error}", flush=True)
+        _failures.append(kind)
         return []
 
 
@@ -302,12 +305,13 @@ def _kinds_of_time() -> list[str]:
 
 
 def _seconds_to_target(found: _Found, setting: Setting, kind: str) -> list[float]:
-    """Returns the seconds for each seed, or nan if the target was not reached."""
+    """Returns the seconds for each seed: infinity if the target was not reached, nan if the training has failed."""
     all_seconds = []
     for seed in _seeds():
         target = _TARGET.value * _accuracy(found, (setting, SYNCHRONOUS, seed))
-        reached = _first(found, setting, kind, seed).reached
-        all_seconds.append(next((seconds for seconds, accuracy in reached if accuracy >= target), np.nan))
+        trained = _first(found, setting, kind, seed)
+        not_reached = np.nan if trained is _FAILED else np.inf
+        all_seconds.append(next((seconds for seconds, accuracy in trained.reached if accuracy >= target), not_reached))
     return all_seconds
 
 
@@ -366,6 +370,8 @@ def main(argv: list[str]) -> None:
     _check_flags()
     for name in _EXPERIMENTS.value:
         _RUN[name]()
+    if _failures:
+        sys.exit(f"These trainings have failed: {', '.join(_failures)}.")
 
 
 if __name__ == "__main__":

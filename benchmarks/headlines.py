@@ -79,6 +79,7 @@ class Row:
       at_most: Required value of a quantity that should be small.
       paper: The paper's value, or the published one.
       why: A sentence for the page if the required value is missed.
+      spread_of_one: Spread of a value that was measured once; 0 for exact ones. None: a tenth of it.
     """
 
     name: str
@@ -89,6 +90,7 @@ class Row:
     at_most: float | None = None
     paper: str = ""
     why: str = ""
+    spread_of_one: float | None = None
 
     @property
     def is_better_high(self) -> bool:
@@ -219,10 +221,10 @@ EXPERIMENTS = [
         "Canary, time to accuracy",
         "benchmark_canary.py",
         [
-            *("--experiments=accuracy", "--link=20e6", "--accuracy_rows=6000", "--epochs=3", "--target=0.75"),
-            "--kinds=BML,SSP sketch",
+            *("--experiments=accuracy", "--link=50e6", "--accuracy_rows=6000", "--epochs=3", "--target=0.75"),
+            "--kinds=BML,PS,SSP sketch",
         ],
-        full=["--kinds=BML,PS,SSP sketch", "--accuracy_rows=60000", "--epochs=5", "--target=0.85", "--seeds=3"],
+        full=["--accuracy_rows=60000", "--epochs=5", "--target=0.85", "--seeds=3"],
         data="fashion-mnist",
         minutes=5,
     ),
@@ -252,6 +254,7 @@ EXPERIMENTS = [
         "benchmark_ops.py",
         ["--sizes=10000000", "--data=gaussian", "--rounds=5"],
         full=["--sizes=1000000,10000000,100000000", "--rounds=9"],
+        quick=[],
         minutes=1,
     ),
     Experiment(
@@ -259,6 +262,7 @@ EXPERIMENTS = [
         "Many ranks, on a virtual clock",
         "benchmark_scale.py",
         ["--series=hop:ring_based,pipe_sgd:mesh,shat", "--smallest=16", "--largest=64"],
+        quick=[],
         full=["--series=hop:ring_based,hop:exponential,pipe_sgd:mesh,pipe_sgd:ring,dts:mesh,shat", "--largest=1024"],
         minutes=1,
     ),
@@ -309,6 +313,7 @@ ROWS = [
         "Time that it adds to a step: DDP's over Pipe-SGD's",
         lambda at: _added(at, "ddp", "torch", "step_ms") / _added(at, "pipe_sgd_k1", "keras", "step_ms"),
         at_least=1.0,
+        why="Two ranks share two processors here, so a step takes as long as their processor time.",
     ),
     *(
         Row(
@@ -478,7 +483,7 @@ ROWS = [
     Row(
         "canary: BML",
         "canary training",
-        "Seconds to the target: those of BML over those of Canary, 20 Mbit/s",
+        "Seconds to the target: those of BML over those of Canary, 50 Mbit/s",
         lambda at: at("canary training", "accuracy: over SSP sketch", "BML bcube:2,2"),
         at_least=1.6,
         paper="1.61",
@@ -500,6 +505,7 @@ ROWS = [
         ),
         at_least=0.0,
         paper="5.22",
+        spread_of_one=1.0,
         why="SHAT begins slowly (as in the paper's Figure 4), and is ahead in longer trainings: see [the measurements]"
         "(measurements.md#shat).",
     ),
@@ -512,6 +518,14 @@ ROWS = [
             at_least=0.95,
         )
         for kind, name in {"pipe_sgd": "Pipe-SGD", "canary": "Canary"}.items()
+    ),
+    Row(
+        "storm: problems",
+        "storm",
+        "Processes that ended with an error in the storms, and storms that left something behind",
+        lambda at: np.sum(at.all("storm", "problems"), keepdims=True),
+        at_most=0.0,
+        spread_of_one=0.0,
     ),
 ]
 
@@ -587,6 +601,7 @@ ROWS += [
             f"Messages that a rank sends in a step among 64, {name}, over the closed form",
             lambda at, series=series: at("scale", "messages", f"{series}, 64") / at("scale", "law", f"{series}, 64"),
             at_most=1.0,
+            spread_of_one=0.0,
         )
         for series, name in {"hop:ring_based": "Hop", "pipe_sgd:mesh": "Pipe-SGD", "shat": "a worker of SHAT"}.items()
     ),
@@ -596,6 +611,7 @@ ROWS += [
         "Messages that a rank of Pipe-SGD sends among 64 when `fit` ends",
         lambda at: at("scale", "leave", "pipe_sgd:mesh, 64"),
         at_most=1000.0,
+        spread_of_one=0.0,
     ),
     Row(
         "plan",

@@ -1,8 +1,8 @@
 """Measures the headlines, and writes docs/results.md with its pictures: `make report`.
 
-    python benchmarks/report.py                  # half an hour on two cores that have nothing else to do
+    python benchmarks/report.py                  # three quarters of an hour on two cores, which do nothing else
     python benchmarks/report.py --size=full      # hours
-    python benchmarks/report.py --size=quick     # five minutes; writes no page, fails if a row is worse than on it
+    python benchmarks/report.py --size=quick     # some minutes; writes no page, fails if a row is worse than on it
 
 Every experiment is a benchmark of this folder, in a process of its own. `headlines.py` has the list. What was measured
 stays in --output (by default build/report). After an interruption, the next call with the same commit, and without
@@ -25,6 +25,7 @@ import os
 import pathlib
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -39,6 +40,8 @@ from absl import app, flags
 from headlines import Experiment
 from report_page import Measurements, Report, Value
 
+from hop_tf.tools.testing import network
+
 _SIZE = flags.DEFINE_enum("size", headlines.SMALL, headlines.SIZES, "How much is measured.")
 _ONLY = flags.DEFINE_list("only", None, "Measures only these experiments, and writes no page.")
 _DOCS = flags.DEFINE_string("docs", None, "The folder of the page. Default: docs of this checkout.")
@@ -46,7 +49,7 @@ _TIMEOUT_MINUTES = flags.DEFINE_float("timeout_minutes", 15.0, "Limit of an expe
 
 _BENCHMARKS = pathlib.Path(__file__).parent
 _PEERS = ("torch", "torchft", "tf_keras")
-_PACKAGES = ("tensorflow", "keras", "numpy", *_PEERS)
+_PACKAGES = ("tensorflow_cpu", "keras", "numpy", *_PEERS)
 _CHANGED = " with changes"
 _WIDTH = 120
 _FULL_TIMES = 20  # How much longer an experiment of the full report may take.
@@ -56,16 +59,20 @@ def _commit() -> str:
     """Returns the commit, and if there are changes, except of the report's own files."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", _BENCHMARKS, *arguments], capture_output=True, text=True).stdout.strip()
+        command = ["git", "-C", _BENCHMARKS, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    has_changes = git("status", "--porcelain", "..", ":!../docs")
+    try:
+        has_changes = git("status", "--porcelain", "..", ":!../docs")
+    except (OSError, subprocess.CalledProcessError):
+        return f"an unknown commit{_CHANGED}"
     return git("rev-parse", "--short=12", "HEAD") + (_CHANGED if has_changes else "")
 
 
 def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | None:
     """Runs an experiment, unless it has ended before. Returns the reason if it has failed."""
     done, command = folder / "done.json", experiment.command(_SIZE.value)
-    key = {"commit": commit, "command": command}
+    key = {"commit": commit, "command": command, "surroundings": _surroundings()}
     if not commit.endswith(_CHANGED) and done.exists() and json.loads(done.read_text()) == key:
         print(f"{experiment.name}: measured before", flush=True)
         return None
@@ -92,13 +99,19 @@ def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | Non
     return None
 
 
+def _surroundings() -> list[str]:
+    """Returns what decides which rows can be measured: versions, data, and the reason against an emulated network."""
+    return [*_versions(), os.environ.get("KERAS_HOME", ""), str(network.available())]
+
+
 def _end(process: subprocess.Popen) -> None:
-    """Ends a process and its children, if it still runs."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        for each in [*parent.children(recursive=True), parent]:
+    """Ends a process, if it still runs, and the children that it has left."""
+    if process.poll() is None:
+        for each in psutil.Process(process.pid).children(recursive=True):  # Some have sessions of their own.
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -110,29 +123,34 @@ def _measure(experiments: Sequence[Experiment], commit: str) -> tuple[Measuremen
     begin = time.monotonic()
     for number, experiment in enumerate(experiments, start=1):
         folder = pathlib.Path(output, _SIZE.value, experiment.name.replace(" ", "_")).resolve()
-        folders[experiment.name] = folder
         minutes = (time.monotonic() - begin) / 60
         print(f"[{number}/{len(experiments)}, {minutes:.0f} min] {experiment.name}", flush=True)
         if experiment.missing_data is not None:
             problem = f"It needs data that is not here: {experiment.missing_data}."
         else:
             problem = _run(experiment, folder, commit)
-        if problem is not None:
+        if problem is None:
+            folders[experiment.name] = folder
+        else:
             print(f"  {problem}", flush=True)
             problems[experiment.name] = problem
     return Measurements(folders), problems
 
 
-def _facts(commit: str) -> list[str]:
+def _versions() -> list[str]:
     versions = []
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{package} {importlib.metadata.version(package)}")
+    return versions
+
+
+def _facts(commit: str) -> list[str]:
     memory = psutil.virtual_memory().total / 2**30
     missing = [package for package in _PEERS if importlib.util.find_spec(package) is None]
     machine = (
         f"{psutil.cpu_count()} processors ({platform.machine()}), {memory:.0f} GiB, {platform.system()}, Python "
-        f"{platform.python_version()}, {', '.join(versions)}."
+        f"{platform.python_version()}, {', '.join(_versions())}."
     )
     return [
         f"Made by `make report` on {datetime.date.today()}, of commit {commit}, size {_SIZE.value}.",
@@ -154,6 +172,9 @@ def main(argv: Sequence[str]) -> None:
     """Measures, and writes or compares."""
     del argv
     commit = _commit()
+    names = [experiment.name for experiment in headlines.EXPERIMENTS]
+    if unknown := set(_ONLY.value or ()).difference(names):
+        raise app.UsageError(f"--only must be among {', '.join(names)}. Received: {sorted(unknown)}.")
     docs = pathlib.Path(_DOCS.value) if _DOCS.value else _BENCHMARKS.parent / "docs"
     experiments = [
         each
@@ -161,8 +182,8 @@ def main(argv: Sequence[str]) -> None:
         if each.command(_SIZE.value) is not None and (_ONLY.value is None or each.name in _ONLY.value)
     ]
     measurements, problems = _measure(experiments, commit)
-    names = {experiment.name for experiment in experiments}
-    rows = [row for row in headlines.ROWS if row.section in names]
+    measured = {experiment.name for experiment in experiments}
+    rows = [row for row in headlines.ROWS if row.section in measured]
     values = {row.name: value for row in rows if (value := measurements.value(row)) is not None}
     report = Report(_SIZE.value, experiments, rows, values, _values_before(docs / "results.json"), problems)
     if _SIZE.value == headlines.QUICK or _ONLY.value is not None:
@@ -187,7 +208,9 @@ def _write(report: Report, measurements: Measurements, commit: str, docs: pathli
 
 def _compare(report: Report) -> None:
     """Prints the rows beside those of the page. Exits with 1 if one is worse, or if an experiment has failed."""
-    worse = {row.name for row in report.worse}
+    if not report.before:
+        sys.exit("There is no page to compare with: run `make report` first.")
+    worse = {row.name for row in report.worse} | {row.name for row in report.lost}
     for row in report.rows:
         now, before = (each.get(row.name, "") for each in (report.values, report.before))
         print(f"{now!s:>16}   before {before!s:>16}   {'WORSE ' if row.name in worse else ''}{row.text}", flush=True)

@@ -13,8 +13,8 @@ import numpy as np
 import results
 from headlines import Experiment, Picture, Row
 
-# The spread of a value that was measured once, as a part of it.
-_SPREAD_OF_ONE = 0.1
+# The spread of a value that was measured once, and the largest spread that is compared with, as parts of it.
+_SPREAD_OF_ONE, _MOST = 0.1, 0.25
 _TITLES = "| | measured | required | the paper's | |\n| --- | --- | --- | --- | --- |"
 
 
@@ -24,7 +24,8 @@ class Value:
 
     Attributes:
       median: Median over rounds.
-      spread: Half the distance between the largest and the smallest value; a tenth of a value that was measured once.
+      spread: Half the distance between the largest and the smallest value. Of a value that was measured once: a tenth,
+        or what the row says.
     """
 
     median: float
@@ -34,11 +35,14 @@ class Value:
         return f"{self.median:.2f} ± {self.spread:.2f}"
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Value:
+    def of(cls, row: Row, values: Sequence[float]) -> Value:
         """Returns the value of these rounds."""
         median = float(np.median(values))
-        spread = np.ptp(values) / 2 if len(values) > 1 else _SPREAD_OF_ONE * abs(median)
-        return cls(median, float(spread))
+        if not np.all(np.isfinite(values)):
+            return cls(median, 0.0)
+        if len(values) > 1:
+            return cls(median, float(np.ptp(values) / 2))
+        return cls(median, _SPREAD_OF_ONE * abs(median) if row.spread_of_one is None else row.spread_of_one)
 
 
 class Measurements:
@@ -75,12 +79,12 @@ class Measurements:
         return np.concatenate(found)
 
     def value(self, row: Row) -> Value | None:
-        """Returns the value of a row, or None if a part of it was not measured."""
+        """Returns the value of a row, or None if a part of it was not measured, or has failed."""
         try:
             values = row.value(self)
         except KeyError:
             return None
-        return Value.of(values) if np.all(np.isfinite(values)) else None
+        return None if np.any(np.isnan(values)) else Value.of(row, values)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns all measurements, for the raw data beside the page."""
@@ -96,9 +100,9 @@ def is_reached(row: Row, value: Value) -> bool:
 
 
 def is_worse(row: Row, value: Value, before: Value) -> bool:
-    """True if a value is worse than before by more than both spreads."""
+    """True if a value is worse than before by more than both spreads, or by half."""
     gain = value.median - before.median if row.is_better_high else before.median - value.median
-    return gain < -(value.spread + before.spread)
+    return gain < -sum(min(each.spread, _MOST * abs(each.median)) for each in (value, before))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +131,13 @@ class Report:
         common = [row for row in self.rows if row.name in self.values and row.name in self.before]
         return [row for row in common if is_worse(row, self.values[row.name], self.before[row.name])]
 
+    @property
+    def lost(self) -> list[Row]:
+        """The rows that were measured before. The quick report leaves out some on purpose, and has none."""
+        if self.size == headlines.QUICK:
+            return []
+        return [row for row in self.rows if row.name in self.before and row.name not in self.values]
+
     def page(self, facts: Sequence[str], drawn: Collection[str]) -> str:
         """Returns the page, in Markdown.
 
@@ -143,6 +154,8 @@ class Report:
             lines += [
                 f"- {row.text}: {self.values[row.name]}, before {self.before[row.name]}" for row in self.worse
             ] + [""]
+        if self.lost:
+            lines += ["Measured in the report before, but not now:", "", *(f"- {row.text}" for row in self.lost), ""]
         for experiment in self.experiments:
             lines += self._section(experiment, drawn)
         return "\n".join(lines).rstrip() + "\n"
@@ -156,9 +169,9 @@ class Report:
             yield _TITLES
             yield from (_line(row, self.values.get(row.name)) for row in rows)
             yield ""
-        for row in rows:
-            if row.why and row.name in self.values and not is_reached(row, self.values[row.name]):
-                yield from (row.why, "")
+        missed = [row for row in rows if row.name in self.values and not is_reached(row, self.values[row.name])]
+        for why in dict.fromkeys(row.why for row in missed if row.why):
+            yield from (why, "")
         for picture in headlines.PICTURES:
             if picture.section == experiment.name and picture.name in drawn:
                 yield from (f"![{picture.title}](pictures/{picture.name}.png)", "")

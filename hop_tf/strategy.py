@@ -155,7 +155,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     cluster=cluster,
                     options=self._options,
                     identity=static_identity(type(self).__name__, cluster, identity),
-                    neighbors=range(cluster.world_size) if neighbors is None else neighbors,
+                    neighbors=neighbors,
                     make_exchange=self.make_exchange,
                     make_algorithm=self.make_algorithm,
                     continue_without_lost=continue_without_lost,

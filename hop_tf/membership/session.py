@@ -49,7 +49,8 @@ class Membership(Waiting):
       monitor: The rank's monitor.
       options: Deadlines.
       world_size: Number of ranks.
-      peers: Ranks that this rank communicates with, besides its neighbors in the tree of `tree_neighbors`.
+      peers: Ranks that this rank communicates with, besides its neighbors in the tree of `tree_neighbors`. None, the
+        default, stands for all ranks, on all ranks.
       continue_without_lost: True if a rank that is lost within a step counts as one that has left. Otherwise the loss
         is an error.
       min_ranks: The least number of remaining ranks, this one included. Lost and failed ranks do not count. With fewer
@@ -66,7 +67,7 @@ class Membership(Waiting):
         monitor: Monitor,
         options: CommunicationOptions,
         world_size: int,
-        peers: Iterable[int],
+        peers: Iterable[int] | None = None,
         continue_without_lost: bool = False,
         min_ranks: int = 1,
         servers: Sequence[int] = (),
@@ -80,13 +81,14 @@ class Membership(Waiting):
             transport=transport,
             monitor=monitor,
             options=options,
-            peers=sorted({*peers, *tree} - {rank}),
+            peers=sorted({*(range(world_size) if peers is None else peers), *tree} - {rank}),
             servers=servers,
             continue_without_lost=continue_without_lost,
             patience_seconds=patience_seconds,
             on_stall=on_stall,
         )
         self.world_size = world_size
+        self._all_are_peers = peers is None
         self._min_ranks = min_ranks
         self._ready = dict.fromkeys(self.peers, 0)
         self._gathered = dict.fromkeys(self.peers, 0)
@@ -547,7 +549,7 @@ class Membership(Waiting):
         """The processes that this rank tells of a departure. Servers hear of it from the leaving rank alone."""
         if leave.rank == self.rank:
             return (*self.peers, *self.servers)
-        if leave.lost or len(self.peers) < self.world_size - 1:
+        if leave.lost or not self._all_are_peers:
             return self.peers
         # The leaving rank has told all ranks, unless it died meanwhile. If all passed the news on to all, the end of a
         # `fit` would take n^3 messages.

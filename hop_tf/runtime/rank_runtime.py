@@ -69,7 +69,7 @@ class RankRuntime:
       cluster: The cluster; more than one rank.
       options: Deadlines and credentials.
       identity: Fields that must be equal on all ranks.
-      neighbors: Ranks that the scheme exchanges messages with.
+      neighbors: Ranks that the scheme exchanges messages with; None for all, on all ranks.
       make_exchange: Makes the exchange of a new group.
       make_algorithm: Makes the algorithm of a new group, whose exchange is made.
       continue_without_lost: See `Membership`.
@@ -100,7 +100,7 @@ class RankRuntime:
         cluster: Cluster,
         options: CommunicationOptions,
         identity: Mapping[str, str],
-        neighbors: Iterable[int],
+        neighbors: Iterable[int] | None,
         make_exchange: Callable[[ExchangeContext], Exchange],
         make_algorithm: Callable[[Group], Algorithm],
         continue_without_lost: bool = False,

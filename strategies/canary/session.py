@@ -97,7 +97,6 @@ class CanarySession:
             monitor=monitor or ThreadMonitor(),
             options=options,
             world_size=world_size,
-            peers=range(world_size),
         )
         self._is_running = False
         self._reductions: dict[tuple, AllReduce] = {}

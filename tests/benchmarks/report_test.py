@@ -136,6 +136,29 @@ class ReportTest(parameterized.TestCase):
         with self.assertRaises(SystemExit):
             self.run_report("--fails", size="quick")
 
+    def test_quick_needs_a_page(self):
+        with self.assertRaisesRegex(SystemExit, "run `make report` first"):
+            self.run_report(size="quick")
+
+    def test_what_was_never_reached_is_missed(self):
+        self.run_report()
+        with mock.patch.object(headlines, "ROWS", [_row(at_most=1.0)]):
+            page = self.run_report("--values=inf")
+        self.assertIn("| Seconds of it | inf ± 0.00 | at most 1 |  | **missed** |", page)
+        self.assertIn("- Seconds of it: inf ± 0.00, before 1.00", page)
+
+    def test_names_what_is_no_longer_measured(self):
+        self.run_report()
+        page = self.run_report("--fails")
+        self.assertIn("Measured in the report before, but not now:\n\n- Seconds of it\n", page)
+
+    def test_an_unknown_experiment_is_an_error(self):
+        with (
+            flagsaver.flagsaver((report._ONLY, ["two"])),
+            self.assertRaisesRegex(report.app.UsageError, r"Received: \['two'\]"),
+        ):
+            self.run_report()
+
     @parameterized.parameters(
         ({"at_least": 1.0}, 0.5, 1.0, True),
         ({"at_least": 1.0}, 0.9, 1.0, False),  # Within the spread.

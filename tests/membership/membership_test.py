@@ -24,6 +24,7 @@ def _line():
     cluster = VirtualCluster(4)
     for rank, membership in enumerate(cluster.memberships):
         membership.peers = tuple(peer for peer in (rank - 1, rank + 1) if 0 <= peer < 4)
+        membership._all_are_peers = False
     return cluster
 
 
@@ -169,6 +170,30 @@ class SessionTest(tf.test.TestCase):
                 for membership in cluster.memberships:
                     if membership.rank != leaving:
                         self.assertEqual(membership.departure(leaving).sent_rounds, {"group": 7})
+
+    def test_a_farewell_reaches_all_through_the_hub_of_a_star(self):
+        """The leaving rank tells the hub, and its neighbors in the tree. One of them is dead."""
+        cluster = VirtualCluster(
+            16,
+            lambda *_: 0.1,
+            peers=lambda rank: range(16) if rank == 0 else [0],
+            detection_seconds=2.0,
+            continue_without_lost=True,
+        )
+
+        def body(rank):
+            membership = cluster.memberships[rank]
+            membership.begin_session()
+            cluster.scheduler.sleep(20.0 - cluster.scheduler.now)
+            if rank == 15:
+                membership.leave(sent_rounds={"group": 7}, reason="done")
+            membership.wait(lambda: [] if {15} <= membership.departed() | {rank} else [15], operation="hear of it")
+
+        cluster.scheduler.call_at(10.0, lambda: cluster.kill(5))
+        cluster.run(body)
+        for membership in cluster.memberships:
+            if membership.rank not in (5, 15):
+                self.assertEqual(membership.departure(15).sent_rounds, {"group": 7})
 
     def test_the_end_of_a_session_takes_few_messages(self):
         """For 32 ranks, 31 messages tell of its end, and each rank passes on those of others to at most ten ranks."""

@@ -454,7 +454,7 @@ class VirtualCluster:
         self.scheduler = Scheduler(math.inf if limit_seconds is None else limit_seconds)
         self.pool = BufferPool()
         self._link_seconds = link_seconds or (lambda sender, receiver, num_bytes: 0.0)
-        self._peers = peers or (lambda rank: range(world_size))
+        self._peers = peers
         self._continue_without_lost = continue_without_lost
         self._min_ranks = min_ranks
         self._patience_seconds = patience_seconds
@@ -542,7 +542,7 @@ class VirtualCluster:
             monitor=VirtualMonitor(self.scheduler, looks=self._has_limit),
             options=self._options,
             world_size=world_size,
-            peers=self._peers(rank),
+            peers=None if self._peers is None else self._peers(rank),
             continue_without_lost=self._continue_without_lost,
             min_ranks=self._min_ranks,
             patience_seconds=self._patience_seconds,
