@@ -93,7 +93,7 @@ class RendezvousTest(parameterized.TestCase):
             self.expect(
                 future,
                 DeadlineExceededError,
-                r"waited 8 s for ranks 2, 4 at 127\.0\.0\.1:\d+\. Last refused: .*alike.*loopback",
+                r"waited 8 s for ranks 2, 4 at 127\.0\.0\.1:\d+\. Last refused: .*the same numbers.*loopback",
             )
 
     def test_names_who_does_not_answer(self):
