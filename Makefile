@@ -31,6 +31,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PEERS := .venv-peers
+PRINT_PEERS := "import tomllib as t; print(*t.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['peers'])"
 
 .PHONY: help demo test stress report report-full report-quick storm docs lint dist matrix bazel clean
 .DELETE_ON_ERROR:
@@ -99,8 +100,8 @@ clean:
 $(PEERS)/.installed: $(INSTALLED)
 	$(BIN)/python -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --editable '.[cpu,examples,benchmarks]'
-	for package in torch torchft tf_keras datasketches; do \
-		$(PEERS)/bin/python -m pip install --quiet $$package || echo "$$package is left out; remove $(PEERS) to try again" >&2; done
+	for package in $$($(BIN)/python -c $(PRINT_PEERS)); do \
+		$(PEERS)/bin/python -m pip install --quiet "$$package" || echo "$$package is left out; remove $(PEERS) to try again" >&2; done
 	$(PEERS)/bin/python -m pip uninstall --quiet --yes triton
 	touch $@
 
