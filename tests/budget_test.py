@@ -52,11 +52,11 @@ class Cost:
 # Upper bounds. Asynchronous strategies differ from step to step, and threads wait more often on a busy machine: both
 # need some room.
 _BUDGET = {
-    "pipe_sgd": Cost(messages=2.1, num_bytes=8700, calls=570, operations=118, threads=5),
+    "pipe_sgd": Cost(messages=1.1, num_bytes=8700, calls=340, operations=118, threads=5),
     "hop": Cost(messages=1.1, num_bytes=8400, calls=375, operations=29, threads=5),
-    "dts": Cost(messages=2.1, num_bytes=8700, calls=600, operations=560, threads=5),
+    "dts": Cost(messages=1.1, num_bytes=8700, calls=390, operations=560, threads=5),
     "canary": Cost(messages=2.7, num_bytes=5300, calls=960, operations=290, threads=6),
-    "canary_synchronous": Cost(messages=2.1, num_bytes=4600, calls=620, operations=97, threads=5),
+    "canary_synchronous": Cost(messages=1.1, num_bytes=3400, calls=360, operations=97, threads=5),
     "shat": Cost(messages=1.1, num_bytes=8450, calls=980, operations=132, threads=8),
 }
 

@@ -154,6 +154,19 @@ class Codec(abc.ABC):
             total *= total.dtype.type(factor)
         return total
 
+    def decode_sum(self, parts: Sequence[np.ndarray], factor: float, out: np.ndarray) -> None:
+        """Decodes vectors and writes their sum, times a factor, to `out`.
+
+        Args:
+          parts: Two or more encoded vectors. See `data` of `decode`.
+          factor: Multiplies the sum.
+          out: 1-D array of float32 or float64.
+        """
+        self.decode(parts[0], out)
+        for data in parts[1:]:
+            self.accumulate(data, out)
+        out *= out.dtype.type(factor)
+
     def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
         """Encodes the sum, in float32, of an encoded vector and `values`: a hop of a ring.
 

@@ -72,20 +72,31 @@ class Identity(Codec):
         return np.add(values, self._view(data, values.size), out=total, dtype=total.dtype)
 
     def total(self, parts: Sequence[np.ndarray], values: np.ndarray, factor: float, pool: BufferPool) -> np.ndarray:
-        total = take_float32(values, pool)
-        views, factor = [self._view(data, values.size) for data in parts], total.dtype.type(factor)
-        # Block by block: each value is read from memory once.
-        for begin in range(0, values.size, _BLOCK_VALUES):
-            block = slice(begin, begin + _BLOCK_VALUES)
-            result = np.add(values[block], views[0][block], out=total[block], dtype=total.dtype)
-            for view in views[1:]:
-                result += view[block]
-            if factor != 1:
-                result *= factor
-        return total
+        return _scaled_sum([values, *self._views(parts, values.size)], factor, take_float32(values, pool))
+
+    def decode_sum(self, parts: Sequence[np.ndarray], factor: float, out: np.ndarray) -> None:
+        _scaled_sum(self._views(parts, out.size), factor, out)
+
+    def _views(self, parts: Sequence[np.ndarray], num_values: int) -> list[np.ndarray]:
+        return [self._view(data, num_values) for data in parts]
 
     def _view(self, data: np.ndarray, num_values: int) -> np.ndarray:
         return checked(self, data, num_values * self.bytes_per_value, num_values).view(self.dtype)
+
+
+def _scaled_sum(vectors: Sequence[np.ndarray], factor: float, out: np.ndarray) -> np.ndarray:
+    """Writes the sum of two or more vectors, times a factor, to `out`, and returns `out`."""
+    first, second, *others = vectors
+    factor = out.dtype.type(factor)
+    # Block by block: each value is read from memory once.
+    for begin in range(0, out.size, _BLOCK_VALUES):
+        block = slice(begin, begin + _BLOCK_VALUES)
+        result = np.add(first[block], second[block], out=out[block], dtype=out.dtype)
+        for other in others:
+            result += other[block]
+        if factor != 1:
+            result *= factor
+    return out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

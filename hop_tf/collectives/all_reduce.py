@@ -5,12 +5,14 @@ the next chunk and reduces one that has come. Several vectors travel together: t
 message.
 
     mesh   Each rank owns a piece. It gets the others' parts of the piece, and sends them the mean: two messages follow
-           each other.
+           each other. Two ranks send each other whole vectors, in as many bytes but a single message, and each of them
+           computes the mean.
     ring   Each piece goes around the ring, and every rank adds its own part. Then the mean goes around once more:
            2 (n - 1) messages follow each other, and a rank communicates with its two neighbors only.
 
 In both, a rank sends 2 (n - 1) / n vectors, and encodes every piece once. In a mesh a value is rounded twice on its
-way, in a ring n times. All ranks decode the last encoding of a piece, so that their results are equal to the bit.
+way, between two ranks once, in a ring n times. All ranks decode the same encodings, so that their results are equal to
+the bit.
 
 A sparse codec selects different values on each rank, and their mean is less sparse. So every rank sends its whole
 selection to all others, in one message. Each rank adds all selections, in the order of ranks. If the selections are
@@ -22,7 +24,9 @@ The caller says, by `delivers`, equally on all ranks, from which step on a resta
 
 When a rank leaves, the others agree on the first step without it (`Membership.delivers`). If they have begun this step
 already, they begin it again without the rank. A rank that has sent a mean, or a sparse vector, ends the step before it
-leaves, because others may have all they need. Before the rank sends such data, no rank can have a mean. A lost rank may
+leaves, because others may have all they need. Before the rank sends such data, no rank can have a mean. Only of two
+ranks, one may leave although it has sent its vector: no third rank could have another mean than the one that stays, and
+a user who ends a program does not wait for the other rank. A lost rank may
 not have ended the step. Then the others find out if any of them has ended the step with the lost rank: see
 `hop_tf.collectives.ended_steps`.
 
@@ -43,7 +47,7 @@ import numpy as np
 
 from hop_tf.codecs import Codec, Sparse
 from hop_tf.collectives.ended_steps import EndedSteps
-from hop_tf.collectives.operation import Mailbox, Operation, RanksChanged
+from hop_tf.collectives.operation import Mailbox, Operation, Participants, RanksChanged
 from hop_tf.collectives.vectors import Arrays, SparseVector, Vectors, Where, make_vector
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
@@ -104,6 +108,7 @@ class AllReduce(abc.ABC):
             make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
             for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
         ]
+        self._participants: Participants | None = None  # Of the last attempt.
         self._joints: dict[tuple[int, ...], Vectors] = {}  # By the indices of the vectors that travel together.
         for vector in self._vectors:
             vector.recorder = membership.recorder
@@ -190,7 +195,9 @@ class AllReduce(abc.ABC):
                 is_first=attempt == 0,
                 recovers=self._ended_steps is not None,
                 lane=self._lane,
+                known=self._participants,
             )
+            self._participants = operation.participants
             try:
                 means = self._means(operation, vectors, codec_step)
                 if self._ended_steps is not None:
@@ -244,10 +251,14 @@ class AllReduce(abc.ABC):
             operation.begin(together)
             corrected = [self._vectors[index].corrected(vectors[index]) for index in together]
             joint = self._joint(tuple(together))
-            is_small = all(len(piece) == 1 for piece in joint.pieces(len(operation.ranks)))
+            is_small = all(len(piece) == 1 for piece in self._pieces(joint, len(operation.ranks)))
             operation.swaps = is_small and self.takes_turns and self._membership.transport.can_swap
             self._reduce(operation, joint, corrected, [means[index] for index in together])
         return means
+
+    def _pieces(self, vectors: Vectors, num_ranks: int) -> Sequence[Sequence[Where]]:
+        """The chunks of the pieces that ranks send."""
+        return vectors.pieces(num_ranks)
 
     def _goes_whole(
         self, operation: Operation, index: int, values: np.ndarray, mean: np.ndarray, codec_step: int
@@ -311,9 +322,15 @@ class MeshAllReduce(AllReduce):
     takes_turns = True
     _SCATTER, _GATHER = 0, 1
 
+    def _pieces(self, vectors: Vectors, num_ranks: int) -> Sequence[Sequence[Where]]:
+        return [vectors.whole] if num_ranks == 2 else super()._pieces(vectors, num_ranks)
+
     def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         ranks, mine = operation.ranks, operation.index
-        pieces = vectors.pieces(len(ranks))
+        pieces = self._pieces(vectors, len(ranks))
+        if len(ranks) == 2:
+            self._swap_whole(operation, vectors, values, results)
+            return
         # Each rank begins with the next rank, so that not all ranks send to the same one at once.
         others = [(mine + offset) % len(ranks) for offset in range(1, len(ranks))]
         for chunk, owner, where in _by_chunk(pieces, others):
@@ -333,6 +350,19 @@ class MeshAllReduce(AllReduce):
                 vectors.decode(data, results, pieces[owner][chunk])
         for data, where in own:
             vectors.decode(data, results, where)
+
+    def _swap_whole(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
+        """Sends whole vectors to the only other rank, and averages both ranks' vectors."""
+        other = operation.ranks[1 - operation.index]
+        own = [vectors.encode(values, where) for where in vectors.whole]
+        for chunk, data in enumerate(own):
+            operation.send(other, self._SCATTER, chunk, data)
+        for chunk, (data, where) in enumerate(zip(own, vectors.whole, strict=True)):
+            parts = [data, *operation.receive([other], self._SCATTER, chunk)]
+            # In the order of ranks, because the bits of a sum of two nans depend on it.
+            vectors.decode_mean(parts if operation.index == 0 else parts[::-1], results, where)
+        # The other rank may have its mean already. But if this rank leaves, no third rank could have another one.
+        operation.commit()
 
 
 class RingAllReduce(AllReduce):

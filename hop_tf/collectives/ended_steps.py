@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
-from hop_tf.collectives.operation import Operation
+from hop_tf.collectives.operation import Operation, Participants
 from hop_tf.errors import ProtocolError
 from hop_tf.membership import Membership
 from hop_tf.tensors.buffers import BufferPool
@@ -52,12 +52,13 @@ class _Kind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class _Ended:
-    """A step that this rank has ended: its place, its processes, and its means, which must not be modified."""
+    """A step that this rank has ended: its place, its processes, and its means, which must not be modified.
+
+    There are no means where nobody can ask for them.
+    """
 
     place: _Place
-    ranks: Sequence[int]
-    incarnations: Sequence[int]
-    digest: int
+    participants: Participants
     means: Sequence[np.ndarray]
 
 
@@ -74,7 +75,7 @@ class EndedSteps:
         self._membership = membership
         self._pool = pool
         self._queue = f"ended_steps/{name}"
-        self._ended = _Ended((0, -1), (), (), 0, ())
+        self._ended = _Ended((0, -1), Participants([], [], 0, are_stable=False), ())
         # The attempt that this rank asks about, the number of its latest question, and the answer of each rank.
         self._asked: Operation | None = None
         self._number = 0
@@ -91,12 +92,11 @@ class EndedSteps:
         Raises:
           RanksChanged: If a rank that was to take part has left, or was lost. The step is not ended then.
         """
-        copies = [self._copy(mean) for mean in means] if len(operation.ranks) > 1 else []  # No other rank can ask.
+        # If one of two ranks is lost, no rank is left that could ask.
+        copies = [self._copy(mean) for mean in means] if len(operation.ranks) > 2 else []
         with self._membership.monitor:
             operation.check_ranks()
-            self._ended = _Ended(
-                self._place_of(operation), operation.ranks, operation.incarnations, operation.digest, copies
-            )
+            self._ended = _Ended(self._place_of(operation), operation.participants, copies)
 
     def _copy(self, mean: np.ndarray) -> np.ndarray:
         copy = self._pool.take(mean.nbytes).view(mean.dtype)
@@ -196,11 +196,11 @@ class EndedSteps:
         membership, ended = self._membership, self._ended
 
         def awaited() -> list[int]:
-            if membership.failure is not None or membership.session != ended.place[0]:
+            if not ended.means or membership.failure is not None or membership.session != ended.place[0]:
                 return []
             others = [
                 rank
-                for rank, incarnation in zip(ended.ranks, ended.incarnations, strict=True)
+                for rank, incarnation in ended.participants.processes
                 if rank != membership.rank and membership.incarnation_of(rank) == incarnation
             ]
             there = [rank for rank in others if membership.departure(rank) is None]
@@ -243,7 +243,7 @@ class EndedSteps:
             self._membership.notify(asker, self._queue, _HEADER.pack(answer, *place, number))
         elif ended.place == place and ended.means:
             # Otherwise the others have gone on without the asking rank, or this rank closes. The asker will hear of it.
-            header = _HEADER.pack(_Kind.MEANS, *place, ended.digest)
+            header = _HEADER.pack(_Kind.MEANS, *place, ended.participants.digest)
             self._membership.send(
                 asker, self._queue, header, ended.means, BULK_LANE, step=place[1], interruptible=False
             )
@@ -254,12 +254,12 @@ class EndedSteps:
         asked = self._asked
         if asked is None or self._place_of(asked) != place or (departure is not None and departure.lost):
             return
-        if (message.sender, self._membership.incarnation_of(message.sender)) not in asked.processes:
+        if (message.sender, self._membership.incarnation_of(message.sender)) not in asked.participants.processes:
             return  # The sender was lost, and has joined again since.
-        if asked.digest != digest:
+        if asked.participants.digest != digest:
             raise ProtocolError(
                 f"rank {self._membership.rank}: rank {message.sender} has ended step {place[1]} with other ranks. This "
                 "rank has sent its part to a different set of ranks."
             )
         self._asked = None
-        self._ended = _Ended(place, asked.ranks, asked.incarnations, digest, [message.payload])
+        self._ended = _Ended(place, asked.participants, [message.payload])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import struct
 import zlib
 from collections.abc import Callable, Collection, Sequence
@@ -25,16 +27,45 @@ class RanksChanged(Exception):
     """A rank that was to take part has left, or was lost."""
 
 
-class Operation:
-    """One attempt at one step, with the ranks that take part as far as this rank knows.
+@dataclasses.dataclass(frozen=True)
+class Participants:
+    """The processes that take part in an attempt, as far as a rank knows.
 
     Attributes:
       ranks: The ranks, in order.
       incarnations: The incarnation of each rank.
+      version: `Membership.version`.
+      are_stable: True if all ranks take part and none has left: these stay the participants while the version stays.
+    """
+
+    ranks: list[int]
+    incarnations: list[int]
+    version: int
+    are_stable: bool
+
+    @property
+    def processes(self) -> list[tuple[int, int]]:
+        """Rank and incarnation of each process."""
+        return list(zip(self.ranks, self.incarnations, strict=True))
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A digest of the ranks and their incarnations."""
+        return zlib.crc32(np.array([self.ranks, self.incarnations], np.int32).tobytes())
+
+
+class Operation:
+    """One attempt at one step, with the ranks that take part as far as this rank knows.
+
+    Args:
+      known: The participants of an earlier attempt, or None.
+
+    Attributes:
+      participants: The processes that take part.
+      ranks: The ranks, in order.
       index: This rank's place in `ranks`.
       step: Number of the step.
       training_step: The step's number in errors.
-      digest: A digest of the ranks and their incarnations.
       vector: Number of the present vector, or of the first of several.
       is_committed: True if others may have a mean of the step.
       swaps: True if this thread itself writes and reads messages when it can (see `Transport.swap`). Chunks are then
@@ -57,6 +88,7 @@ class Operation:
         is_first: bool,
         recovers: bool = False,
         lane: int | None = None,
+        known: Participants | None = None,
     ):
         self._membership = membership
         self._mailbox = mailbox
@@ -68,13 +100,13 @@ class Operation:
         membership.check()  # A single rank does not wait, and would not notice that the job has ended.
         with membership.monitor:
             self._version = membership.version
-            self.ranks = self.present()
-            self.incarnations = self._incarnations_now()
+            is_known = known is not None and known.are_stable and known.version == self._version
+            self.participants = known if is_known else self._participants_now()
+            self.ranks = self.participants.ranks
             # With `recovers`, a rank begins an attempt only if no remaining rank has ended another one.
-            self._ended = [] if recovers else self._may_end_without_this(is_first)
+            self._ended = [] if recovers or is_known else self._may_end_without_this(is_first)
         self.index = self.ranks.index(membership.rank)
-        self.digest = zlib.crc32(np.array([self.ranks, self.incarnations], np.int32).tobytes())
-        self._attempt = (step, self.digest)
+        self._attempt = (step, self.participants.digest)
         self.begin([0])
         self.is_committed = is_committed
         self.swaps = False
@@ -82,26 +114,25 @@ class Operation:
         self._data: Data | None = None  # The last data sent, and its payload.
         self._payload: Data = ()
 
-    @property
-    def processes(self) -> list[tuple[int, int]]:
-        """Rank and incarnation of the processes that take part."""
-        return list(zip(self.ranks, self.incarnations, strict=True))
-
     def present(self) -> list[int]:
         """The ranks that take part as far as this rank knows now. This and `check_ranks` need the monitor held."""
         rank = self._membership.rank
         return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
 
-    def _incarnations_now(self) -> list[int]:
-        """The present incarnations of the ranks of this attempt."""
+    def _participants_now(self) -> Participants:
+        membership, ranks = self._membership, self.present()
+        are_stable = len(ranks) == membership.world_size and not membership.departed()
+        return Participants(ranks, self._incarnations_now(ranks), membership.version, are_stable)
+
+    def _incarnations_now(self, ranks: Sequence[int]) -> list[int]:
         known = self._membership.incarnations
-        return [known.get(rank, 0) for rank in self.ranks]
+        return [known.get(rank, 0) for rank in ranks]
 
     def _has_changed(self) -> bool:
         """True if other ranks, or other processes, take part now. Cheap while `Membership.version` stays."""
         if (version := self._membership.version) == self._version:
             return False
-        if self.present() != self.ranks or self._incarnations_now() != self.incarnations:
+        if self.present() != self.ranks or self._have_begun_again():
             return True
         self._version = version
         return False
@@ -242,7 +273,10 @@ class Operation:
         """True if a rank that was to take part was lost, even if it was started again since."""
         departures = [self._membership.departure(rank) for rank in self.ranks]
         is_lost = any(departure is not None and departure.lost for departure in departures)
-        return is_lost or self._incarnations_now() != self.incarnations
+        return is_lost or self._have_begun_again()
+
+    def _have_begun_again(self) -> bool:
+        return self._incarnations_now(self.ranks) != self.participants.incarnations
 
 
 class Mailbox:

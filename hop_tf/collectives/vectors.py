@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -61,12 +62,16 @@ class Vector:
         if num_ranks not in self._pieces:
             num_blocks = -(-self._size // self._granularity)
             ends = [min(self._size, num_blocks * i // num_ranks * self._granularity) for i in range(num_ranks + 1)]
-            self._pieces[num_ranks] = [self._chunks(*bounds) for bounds in itertools.pairwise(ends)]
+            self._pieces[num_ranks] = [self._chunks(*bounds, self._chunk_values) for bounds in itertools.pairwise(ends)]
         return self._pieces[num_ranks]
 
-    def _chunks(self, start: int, stop: int) -> list[slice]:
-        starts = range(start, stop, self._chunk_values) or [start]
-        return [slice(begin, min(begin + self._chunk_values, stop)) for begin in starts]
+    def whole(self) -> list[slice]:
+        """The chunks of the whole vector: no more than a piece of two has, so each is twice as long."""
+        return self._chunks(0, self._size, 2 * self._chunk_values)
+
+    def _chunks(self, start: int, stop: int, num_values: int) -> list[slice]:
+        starts = range(start, stop, num_values) or [start]
+        return [slice(begin, min(begin + num_values, stop)) for begin in starts]
 
     def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
         return self._encode(self._codec_of_parts, values[where], where)
@@ -87,13 +92,14 @@ class Vector:
         total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
         return self._encode(self._codec, total, where, total.dtype.type(factor))
 
+    def decode_mean(self, parts: Sequence[np.ndarray], result: np.ndarray, where: slice) -> None:
+        """Writes the mean of encoded parts to a part of the result."""
+        with _in_float32(result[where]) as out:
+            self._codec.decode_sum(parts, 1 / len(parts), out)
+
     def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
-        if result.dtype in (np.float32, np.float64):
-            self._codec.decode(data, result[where])
-        else:
-            values = np.empty(where.stop - where.start, np.float32)
-            self._codec.decode(data, values)
-            result[where] = values
+        with _in_float32(result[where]) as out:
+            self._codec.decode(data, out)
 
     def corrected(self, values: np.ndarray) -> np.ndarray:
         """Begins an attempt at a step. Returns this rank's values to average, with residuals."""
@@ -123,6 +129,16 @@ class Vector:
         data, lost = self._feedback.try_encode(values, where, self._pool, scale)
         self._lost_pieces.append((lost, where))
         return data
+
+
+@contextlib.contextmanager
+def _in_float32(result: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields an array of float32 or float64 to write the result to."""
+    if result.dtype in (np.float32, np.float64):
+        yield result
+    else:
+        yield (values := np.empty(result.size, np.float32))
+        result[...] = values
 
 
 Arrays = Sequence[np.ndarray]  # One for each of some vectors.
@@ -155,6 +171,11 @@ class Vectors:
             self._pieces[num_ranks] = [_together(of_rank) for of_rank in pieces]
         return self._pieces[num_ranks]
 
+    @functools.cached_property
+    def whole(self) -> list[Where]:
+        """The chunks of the whole vectors."""
+        return _together([vector.whole() for vector in self._vectors])
+
     @_timed
     def encode(self, values: Arrays, where: Where) -> list[np.ndarray]:
         return [self._vectors[i].encode(values[i], part) for i, part in where]
@@ -168,6 +189,11 @@ class Vectors:
     def encode_mean(self, values: Arrays, where: Where, received: Sequence[Arrays], num_ranks: int) -> list[np.ndarray]:
         parts = zip(where, *received, strict=True)
         return [self._vectors[i].encode_mean(values[i], part, data, num_ranks) for (i, part), *data in parts]
+
+    @_timed
+    def decode_mean(self, received: Sequence[Arrays], results: Arrays, where: Where) -> None:
+        for (i, part), *data in zip(where, *received, strict=True):
+            self._vectors[i].decode_mean(data, results[i], part)
 
     @_timed
     def decode(self, data: Arrays, results: Arrays, where: Where) -> None:

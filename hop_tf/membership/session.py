@@ -359,7 +359,9 @@ class Membership(Waiting):
 
     def joined(self) -> None:
         """Called when this rank takes part from now on, and is no longer joining."""
-        self.joining = False
+        with self.monitor:
+            self.joining = False
+            self._departures.version += 1  # This process takes part in place of the former one.
 
     def readmit(self, join: membership_pb2.Join) -> bool:
         """Admits a restarted rank. Returns False if that is no news. The monitor must be held.

@@ -36,6 +36,7 @@ def runs_on_host(body: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(body)
     def run(*args, **kwargs):
         with on_host():
+            _of_this_thread.scope = contextlib.nullcontext()  # There is no need to enter it once more.
             body(*args, **kwargs)
 
     return run

@@ -93,7 +93,8 @@ def communication_seconds(
 
         L R alpha  +  max(2 (p - 1) / p n beta r, c n)  +  (p - 1) / p n gamma  +  L S
 
-    A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2. Without a codec (r = 1, c = 0) and with a
+    A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2. Two ranks of a mesh send each other whole
+    vectors: R = 1, and each adds n instead of (p - 1) / p n bytes. Without a codec (r = 1, c = 0) and with a
     ring this is the paper's formula. A codec works while earlier chunks travel (Figure 3 (b)), so the longer of the two
     counts. Sparse vectors travel by an all-gather. It takes R = 1, and a rank sends and adds (p - 1) r n bytes. In a
     mesh beta is `mesh_slowdown` times as long.
@@ -116,7 +117,7 @@ def communication_seconds(
     check_integer("num_segments", num_segments, at_least=1)
     check_not_negative("num_bytes", num_bytes)
     check_not_negative("codec_seconds_per_byte", codec_seconds_per_byte)
-    way = _way(algorithm, world_size, bytes_per_byte)
+    way = route(algorithm, world_size, bytes_per_byte)
     if world_size == 1:
         return 0.0
     seconds_per_byte = network.seconds_per_byte * (network.mesh_slowdown if algorithm == "mesh" else 1.0)
@@ -130,7 +131,7 @@ def communication_seconds(
 def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", bytes_per_byte: float = 1.0) -> float:
     """Bytes that a rank sends in an all-reduce, and receives. Arguments and errors as of `communication_seconds`."""
     check_not_negative("num_bytes", num_bytes)
-    return num_bytes * _way(algorithm, world_size, bytes_per_byte).sent
+    return num_bytes * route(algorithm, world_size, bytes_per_byte).sent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ def all_reduce(
     seconds, sending_seconds = (communication_seconds(each, **of_vector, **more) for each in (network, at_once))
     return AllReduceCosts(
         sent_bytes=sent_bytes(**of_vector),
-        num_turns=_way(way, world_size, bytes_per_byte).num_messages,
+        num_turns=route(way, world_size, bytes_per_byte).num_messages,
         seconds=seconds,
         sending_seconds=sending_seconds,
     )
@@ -216,7 +217,7 @@ def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float
 
 
 @dataclasses.dataclass(frozen=True)
-class _Way:
+class Route:
     """The route of a vector: messages that follow each other, and bytes sent and added per byte of float32."""
 
     num_messages: int
@@ -224,15 +225,18 @@ class _Way:
     added: float
 
 
-def _way(algorithm: str, world_size: int, bytes_per_byte: float) -> _Way:
+def route(algorithm: str, world_size: int, bytes_per_byte: float = 1.0) -> Route:
+    """The route of a vector. Arguments and errors as of `communication_seconds`."""
     check_integer("world_size", world_size, at_least=1)
     check_choice("algorithm", algorithm, _WAYS)
     check_not_negative("bytes_per_byte", bytes_per_byte)
     others = world_size - 1
     if algorithm == "all_gather":
-        return _Way(1, others * bytes_per_byte, others * bytes_per_byte)
+        return Route(1, others * bytes_per_byte, others * bytes_per_byte)
+    if algorithm == "mesh" and world_size == 2:
+        return Route(1, bytes_per_byte, 1.0)
     num_messages = 2 * others if algorithm == "ring" else 2
-    return _Way(num_messages, 2 * others / world_size * bytes_per_byte, others / world_size)
+    return Route(num_messages, 2 * others / world_size * bytes_per_byte, others / world_size)
 
 
 def scaling_efficiency(step: Step, step_seconds: float) -> float:

@@ -14,7 +14,7 @@ from hop_tf import codecs
 from hop_tf.arguments import check_choice
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tools.timing import dts, dts_recommendation, pipe_sgd
-from hop_tf.tools.timing.costs import ALGORITHMS, FLOAT32_BYTES, NetworkCosts, Step
+from hop_tf.tools.timing.costs import ALGORITHMS, FLOAT32_BYTES, NetworkCosts, Step, route
 
 if TYPE_CHECKING:
     from hop_tf.strategy import ExchangeStrategy
@@ -189,14 +189,13 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     long_mesh = statistics.median(_all_reduce_seconds(strategy, "mesh", num_values, _NUM_MESH))
     numbers = [_reduce_seconds_per_byte(strategy), mesh, ring, long_mesh, long_ring, *costs.values()]
     gamma, mesh, ring, long_mesh, long_ring, *costs_of_all = _mean(strategy, numbers)
-    # Two messages follow each other in a mesh, 2 (p - 1) in a ring. With two ranks these are the same.
     p = strategy.world_size
-    latency = max(0.0, (ring - mesh) / (2 * p - 4)) if p > 2 else mesh / 2
-    share = (p - 1) / p
+    of_mesh, of_ring = (route(name, p) for name in ALGORITHMS)
+    latency = max(0.0, ring - mesh) / (of_ring.num_messages - of_mesh.num_messages)
     num_bytes = FLOAT32_BYTES * num_values
     in_mesh, in_ring = (
-        max(_MIN_SENDING_SHARE * long, long - short - share * num_bytes * gamma)
-        for long, short in ((long_mesh, mesh), (long_ring, ring))
+        max(_MIN_SENDING_SHARE * long, long - short - each.added * num_bytes * gamma)
+        for each, long, short in ((of_mesh, long_mesh, mesh), (of_ring, long_ring, ring))
     )
     num_exchanged = strategy.num_exchanged_bytes
     return Measurement(
@@ -204,10 +203,10 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
         num_bytes=num_exchanged,
         bytes_per_value=num_exchanged / strategy.num_exchanged_values if num_exchanged else FLOAT32_BYTES,
         network=NetworkCosts(
-            latency_seconds=min(latency, mesh / 2),
-            seconds_per_byte=in_ring / (2 * share * num_bytes),
+            latency_seconds=min(latency, mesh / of_mesh.num_messages),
+            seconds_per_byte=in_ring / (of_ring.sent * num_bytes),
             reduce_seconds_per_byte=gamma,
-            synchronization_seconds=max(0.0, mesh - 2 * latency),
+            synchronization_seconds=max(0.0, mesh - of_mesh.num_messages * latency),
             mesh_slowdown=in_mesh / in_ring,
         ),
         step=Step.of_computing(compute_seconds),
