@@ -71,15 +71,16 @@ class Member:
     num_devices: int = 1
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def run(self, fn, options=_OPTIONS, **settings):
-        """Calls `fn(strategy)` on each of `NUM_RANKS` ranks in this process; returns the results.
+    def run(self, fn, options=_OPTIONS, world_size=NUM_RANKS, **settings):
+        """Calls `fn(strategy)` on each rank in this process; returns the results.
 
         Args:
           fn: Called on each rank.
           options: Communication options.
+          world_size: Number of ranks.
           **settings: Further arguments of the strategy.
         """
-        return in_process(self.make, NUM_RANKS, self.num_ps, communication_options=options, **settings).run(fn)
+        return in_process(self.make, world_size, self.num_ps, communication_options=options, **settings).run(fn)
 
 
 MEMBERS = {
