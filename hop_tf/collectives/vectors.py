@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -94,12 +93,18 @@ class Vector:
 
     def decode_mean(self, parts: Sequence[np.ndarray], result: np.ndarray, where: slice) -> None:
         """Writes the mean of encoded parts to a part of the result."""
-        with _in_float32(result[where]) as out:
-            self._codec.decode_sum(parts, 1 / len(parts), out)
+        part = result[where]
+        out = _in_float32(part)
+        self._codec.decode_sum(parts, 1 / len(parts), out)
+        if out is not part:
+            part[...] = out
 
     def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
-        with _in_float32(result[where]) as out:
-            self._codec.decode(data, out)
+        part = result[where]
+        out = _in_float32(part)
+        self._codec.decode(data, out)
+        if out is not part:
+            part[...] = out
 
     def corrected(self, values: np.ndarray) -> np.ndarray:
         """Begins an attempt at a step. Returns this rank's values to average, with residuals."""
@@ -131,14 +136,9 @@ class Vector:
         return data
 
 
-@contextlib.contextmanager
-def _in_float32(result: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields an array of float32 or float64 to write the result to."""
-    if result.dtype in (np.float32, np.float64):
-        yield result
-    else:
-        yield (values := np.empty(result.size, np.float32))
-        result[...] = values
+def _in_float32(result: np.ndarray) -> np.ndarray:
+    """The result, or a new array of float32 if its type is smaller."""
+    return result if result.dtype in (np.float32, np.float64) else np.empty(result.size, np.float32)
 
 
 Arrays = Sequence[np.ndarray]  # One for each of some vectors.

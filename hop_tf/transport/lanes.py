@@ -62,7 +62,7 @@ class LinkShares:
 
     def of(self, peer: int, round_trip_seconds: float, num_bytes: int) -> Share:
         """The present share of a peer, for a message of `num_bytes` bytes to it. Records a large message."""
-        is_near = num_lanes(round_trip_seconds, self._bits_per_second, 1) == 1
+        is_near = round_trip_seconds * self._bits_per_second / 8 <= _BYTES_IN_FLIGHT
         num_peers = 1 if is_near else self._num_sharing_with(peer)
         if num_bytes >= _LARGE_BYTES:
             self._note_large_message(peer)
@@ -72,7 +72,9 @@ class LinkShares:
         return Share(count, self._bits_per_second / 8 / num_peers / count if count > 1 else math.inf)
 
     def _note_large_message(self, peer: int) -> None:
-        self._large_messages.setdefault(peer, collections.deque([-1], maxlen=2)).append(self._num_large_messages)
+        if peer not in self._large_messages:
+            self._large_messages[peer] = collections.deque([-1], maxlen=2)
+        self._large_messages[peer].append(self._num_large_messages)
         self._num_large_messages += 1
 
     def _num_sharing_with(self, peer: int) -> int:
