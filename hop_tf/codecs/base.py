@@ -91,7 +91,7 @@ class Codec(abc.ABC):
 
         Args:
           data: The output of `encode`: 1-D uint8 array, 64-byte aligned.
-          out: 1-D float32 array that takes the values.
+          out: 1-D array of float32 or float64 that takes the values.
 
         Raises:
           ValueError: If `data` is no encoding of that number of values: it has another length, or is malformed.

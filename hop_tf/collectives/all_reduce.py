@@ -5,8 +5,8 @@ the next chunk and reduces one that has come. Several vectors travel together: t
 message.
 
     mesh   Each rank owns a piece. It gets the others' parts of the piece, and sends them the mean: two messages follow
-           each other. Two ranks send each other whole vectors, in as many bytes but a single message, and each of them
-           computes the mean.
+           each other. In a world of two, ranks send each other whole vectors, in as many bytes but a single message,
+           and each of them computes the mean.
     ring   Each piece goes around the ring, and every rank adds its own part. Then the mean goes around once more:
            2 (n - 1) messages follow each other, and a rank communicates with its two neighbors only.
 
@@ -24,11 +24,10 @@ The caller says, by `delivers`, equally on all ranks, from which step on a resta
 
 When a rank leaves, the others agree on the first step without it (`Membership.delivers`). If they have begun this step
 already, they begin it again without the rank. A rank that has sent a mean, or a sparse vector, ends the step before it
-leaves, because others may have all they need. Before the rank sends such data, no rank can have a mean. Only of two
-ranks, one may leave although it has sent its vector: no third rank could have another mean than the one that stays, and
-a user who ends a program does not wait for the other rank. A lost rank may
+leaves, because others may have all they need. Before the rank sends such data, no rank can have a mean. A lost rank may
 not have ended the step. Then the others find out if any of them has ended the step with the lost rank: see
-`hop_tf.collectives.ended_steps`.
+`hop_tf.collectives.ended_steps`. In a mesh of two, a rank may leave although it has sent its vector: there is no third
+rank that could have another mean. So a user who ends a program does not wait for the other rank.
 
 References:
   Thakur, Rabenseifner, Gropp. Optimization of Collective Communication Operations in MPICH. IJHPCA 2005.
@@ -55,6 +54,10 @@ from hop_tf.tensors.buffers import BufferPool
 
 # Values of a chunk. Large enough that Python costs little, and small enough that a piece has several chunks.
 CHUNK_VALUES = 1 << 19
+
+# Between two ranks, one is at most this many chunks ahead of what it has received: 48 MiB, which fill a long link, but
+# neither the memory that two processes of one machine share nor the mailbox.
+_MAX_CHUNKS_AHEAD = 12
 
 # The turn of whole vectors, and the data that a rank sends instead of a vector that is too long to go whole.
 _WHOLE = (1 << 32) - 1
@@ -165,7 +168,8 @@ class AllReduce(abc.ABC):
           vectors: 1-D arrays, of the sizes and dtypes given. They are read after this call returns. Do not modify them.
           delivers: `delivers(rank, step)` is True if `rank` takes part; see `Membership.delivers`.
           before_commit: Called before this rank sends anything with which others can complete a mean of this step. May
-            block, and raise `Interrupted`. Then no rank has a mean with this rank's part.
+            block, and raise `Interrupted`. Then no rank has a mean with this rank's part. In a mesh of two, it is
+            called before this rank has its mean, and the other may have had its own before.
           is_committed: True if others may have data that belong together with this step's mean. Then `Interrupted` is
             not raised, and `before_commit` is not called. Default False.
           training_step: The step's number in errors. Default None: `step`.
@@ -178,7 +182,8 @@ class AllReduce(abc.ABC):
 
         Raises:
           HopError: As `Membership.wait` does.
-          Interrupted: If this rank leaves the session before any rank can have a mean of this step.
+          Interrupted: If this rank leaves the session before any rank, or in a mesh of two this rank, can have a mean
+            of this step.
           ProtocolError: If the data of another rank cannot be decoded.
         """
         training_step = step if training_step is None else training_step
@@ -323,12 +328,17 @@ class MeshAllReduce(AllReduce):
     _SCATTER, _GATHER = 0, 1
 
     def _pieces(self, vectors: Vectors, num_ranks: int) -> Sequence[Sequence[Where]]:
-        return [vectors.whole] if num_ranks == 2 else super()._pieces(vectors, num_ranks)
+        return [vectors.whole] if self._goes_both_ways else super()._pieces(vectors, num_ranks)
+
+    @property
+    def _goes_both_ways(self) -> bool:
+        # Not for the last two of more ranks: one could not tell if the other has ended an attempt with a lost rank.
+        return self._membership.world_size == 2
 
     def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         ranks, mine = operation.ranks, operation.index
         pieces = self._pieces(vectors, len(ranks))
-        if len(ranks) == 2:
+        if self._goes_both_ways:
             self._swap_whole(operation, vectors, values, results)
             return
         # Each rank begins with the next rank, so that not all ranks send to the same one at once.
@@ -353,14 +363,21 @@ class MeshAllReduce(AllReduce):
 
     def _swap_whole(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         """Sends whole vectors to the only other rank, and averages both ranks' vectors."""
-        other = operation.ranks[1 - operation.index]
-        own = [vectors.encode(values, where) for where in vectors.whole]
-        for chunk, data in enumerate(own):
-            operation.send(other, self._SCATTER, chunk, data)
-        for chunk, (data, where) in enumerate(zip(own, vectors.whole, strict=True)):
-            parts = [data, *operation.receive([other], self._SCATTER, chunk)]
+        other, own = 1 - operation.index, []
+
+        def end_chunk(chunk: int) -> None:
+            parts = [own[chunk], *operation.receive([other], self._SCATTER, chunk)]
             # In the order of ranks, because the bits of a sum of two nans depend on it.
-            vectors.decode_mean(parts if operation.index == 0 else parts[::-1], results, where)
+            vectors.decode_mean(parts if operation.index == 0 else parts[::-1], results, vectors.whole[chunk])
+            own[chunk] = None
+
+        for chunk, where in enumerate(vectors.whole):
+            own.append(vectors.encode(values, where))
+            operation.send(other, self._SCATTER, chunk, own[chunk])
+            if chunk >= _MAX_CHUNKS_AHEAD:
+                end_chunk(chunk - _MAX_CHUNKS_AHEAD)
+        for chunk in range(max(0, len(own) - _MAX_CHUNKS_AHEAD), len(own)):
+            end_chunk(chunk)
         # The other rank may have its mean already. But if this rank leaves, no third rank could have another one.
         operation.commit()
 

@@ -154,6 +154,8 @@ class Operation:
     def commit(self) -> None:
         """Called before others may have a mean of this step. The step will then be ended, even if this rank leaves.
 
+        In a mesh of two, it is called before this rank has its mean: see `hop_tf.collectives.all_reduce`.
+
         Raises:
           Interrupted: If this rank leaves before.
         """

@@ -19,8 +19,8 @@ class RoutedAllReduce(AllReduce):
     A value is encoded once on each edge of its way up, and once more for all of its way down.
 
     A mesh has an algorithm of its own, `MeshAllReduce`, in which each step waits for known messages of all others. This
-    class takes any awaited message that comes, and keeps a state for each chunk. On a mesh, both send the same
-    messages. When ranks have left, this class uses a mesh.
+    class takes any awaited message that comes, and keeps a state for each chunk. On a mesh of three ranks or more, both
+    send the same messages. When ranks have left, this class uses a mesh.
 
     Args:
       *args: See `AllReduce`.

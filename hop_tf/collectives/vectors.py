@@ -65,7 +65,7 @@ class Vector:
         return self._pieces[num_ranks]
 
     def whole(self) -> list[slice]:
-        """The chunks of the whole vector: no more than a piece of two has, so each is twice as long."""
+        """The chunks of the whole vector. They are twice as long as those of pieces, so as many as in a half of it."""
         return self._chunks(0, self._size, 2 * self._chunk_values)
 
     def _chunks(self, start: int, stop: int, num_values: int) -> list[slice]:

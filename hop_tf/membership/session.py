@@ -361,7 +361,7 @@ class Membership(Waiting):
         """Called when this rank takes part from now on, and is no longer joining."""
         with self.monitor:
             self.joining = False
-            self._departures.version += 1  # This process takes part in place of the former one.
+            self._departures.version += 1  # `present_incarnation` has changed.
 
     def readmit(self, join: membership_pb2.Join) -> bool:
         """Admits a restarted rank. Returns False if that is no news. The monitor must be held.

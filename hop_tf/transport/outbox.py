@@ -26,7 +26,7 @@ _CHECK_PERIOD_SECONDS = 0.25
 _MESSAGES_PER_ACK = 16
 _BYTES_PER_ACK = 1 << 18
 # The connection's thread writes larger messages: they do not fit into a socket's buffer.
-_MAX_AT_ONCE_BYTES = 1 << 22
+_MAX_AT_ONCE_BYTES = (1 << 22) + MAX_HEADER_BYTES
 
 
 def flatten(arrays: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:

@@ -255,7 +255,10 @@ class DTSExchange(AveragingExchange):
         return Result(window, 0, tuple(means))
 
     def _commit(self, window: int) -> None:
-        """Waits for earlier windows. If this rank leaves, it has then taken part in all windows up to a certain one."""
+        """Waits for earlier windows. If this rank leaves, it has then taken part in all windows up to a certain one.
+
+        In a mesh of two, the other rank may have a later window, too. There is no third rank that it could differ from.
+        """
         self._membership.wait_until(lambda: self._sent_rounds >= window, timeout_seconds=math.inf)
         with self._membership.monitor:
             self._sent_rounds = max(self._sent_rounds, window + 1)

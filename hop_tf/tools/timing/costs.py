@@ -91,10 +91,10 @@ def communication_seconds(
 ) -> float:
     """Duration of the all-reduce of a step [l_comm; the second arguments of Pipe-SGD's Equations 5 and 6].
 
-        L R alpha  +  max(2 (p - 1) / p n beta r, c n)  +  (p - 1) / p n gamma  +  L S
+        L R alpha  +  max(2 (p - 1) / p n beta r, c n)  +  a n gamma  +  L S
 
-    A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2. Two ranks of a mesh send each other whole
-    vectors: R = 1, and each adds n instead of (p - 1) / p n bytes. Without a codec (r = 1, c = 0) and with a
+    A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2, and both add a = (p - 1) / p of the bytes. In
+    a mesh of two, ranks send each other whole vectors: R = 1, a = 1. Without a codec (r = 1, c = 0) and with a
     ring this is the paper's formula. A codec works while earlier chunks travel (Figure 3 (b)), so the longer of the two
     counts. Sparse vectors travel by an all-gather. It takes R = 1, and a rank sends and adds (p - 1) r n bytes. In a
     mesh beta is `mesh_slowdown` times as long.
