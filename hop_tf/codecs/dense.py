@@ -175,6 +175,13 @@ class Int8(Codec):
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
         arrays.int8_accumulate(*self._split(data, accumulator.size), accumulator, self.block_size)
 
+    def decode_sum(self, parts: Sequence[np.ndarray], factor: float, out: np.ndarray) -> None:
+        split = [self._split(data, out.size) for data in parts]
+        (codes, scales), *others = [(codes, scales * np.float32(factor)) for codes, scales in split]
+        arrays.int8_decode(codes, scales, self.block_size, out=out)
+        for codes, scales in others:
+            arrays.int8_accumulate(codes, scales, out, self.block_size)
+
     def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
         result = pool.take(self._num_bytes(values.size))
         codes, scales = self._split(data, values.size)

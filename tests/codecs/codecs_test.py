@@ -169,6 +169,16 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         expected = (own.astype(np.float64) + decoded[0] + decoded[1]) * factor
         self.assertAllClose(total, expected, rtol=1e-5, atol=1e-6)
 
+    @parameterized.product(codec=_CODECS, num_parts=[2, 3])
+    def test_decode_sum(self, codec, num_parts):
+        size, factor = 70_001, 1 / 3
+        vectors = [np.random.default_rng(seed).normal(size=size).astype(np.float32) for seed in range(num_parts)]
+        parts = [self.encode(codec, each) for each in vectors]
+        mean = np.full(size, np.nan, np.float32)
+        codec.decode_sum(parts, factor, mean)
+        expected = sum(self.decode(codec, part, size).astype(np.float64) for part in parts) * factor
+        self.assertAllClose(mean, expected, rtol=1e-5, atol=1e-6)
+
     @parameterized.parameters(*_CODECS)
     def test_reduce(self, codec):
         """Decodes, adds in float32, and encodes; codes themselves are never added."""
