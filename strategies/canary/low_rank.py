@@ -89,7 +89,11 @@ class LowRankMean:
         return sum(reduction.codec_seconds for reduction in self._reductions)
 
     def mean(self, step: int, buckets: Sequence[np.ndarray], delivers: Callable[[int, int], bool]) -> list[np.ndarray]:
-        """Averages over all ranks; arguments and errors as of `AllReduce.mean`."""
+        """Averages over all ranks; arguments and errors as of `AllReduce.mean`.
+
+        In a world of two, if the other rank leaves in the middle of this step, the mean may be of both ranks in some
+        buckets, and of this rank alone in others.
+        """
         is_committed = False
 
         def commit() -> None:  # A rank with one of the three means needs the other two over the same ranks.
