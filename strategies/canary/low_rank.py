@@ -91,8 +91,8 @@ class LowRankMean:
     def mean(self, step: int, buckets: Sequence[np.ndarray], delivers: Callable[[int, int], bool]) -> list[np.ndarray]:
         """Averages over all ranks; arguments and errors as of `AllReduce.mean`.
 
-        In a world of two, if the other rank leaves in the middle of this step, the mean may be of both ranks in some
-        buckets, and of this rank alone in others.
+        In a world of two, the other rank may leave in the middle of this step. Then some buckets may be the mean of
+        both ranks, and others this rank's own.
         """
         is_committed = False
 
