@@ -336,11 +336,11 @@ class MeshAllReduce(AllReduce):
         return self._membership.world_size == 2
 
     def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
-        ranks, mine = operation.ranks, operation.index
-        pieces = self._pieces(vectors, len(ranks))
         if self._goes_both_ways:
             self._swap_whole(operation, vectors, values, results)
             return
+        ranks, mine = operation.ranks, operation.index
+        pieces = vectors.pieces(len(ranks))
         # Each rank begins with the next rank, so that not all ranks send to the same one at once.
         others = [(mine + offset) % len(ranks) for offset in range(1, len(ranks))]
         for chunk, owner, where in _by_chunk(pieces, others):
@@ -363,21 +363,16 @@ class MeshAllReduce(AllReduce):
 
     def _swap_whole(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:
         """Sends whole vectors to the only other rank, and averages both ranks' vectors."""
-        other, own = 1 - operation.index, []
-
-        def end_chunk(chunk: int) -> None:
-            parts = [own[chunk], *operation.receive([other], self._SCATTER, chunk)]
-            # In the order of ranks, because the bits of a sum of two nans depend on it.
-            vectors.decode_mean(parts if operation.index == 0 else parts[::-1], results, vectors.whole[chunk])
-            own[chunk] = None
-
-        for chunk, where in enumerate(vectors.whole):
-            own.append(vectors.encode(values, where))
-            operation.send(other, self._SCATTER, chunk, own[chunk])
-            if chunk >= _MAX_CHUNKS_AHEAD:
-                end_chunk(chunk - _MAX_CHUNKS_AHEAD)
-        for chunk in range(max(0, len(own) - _MAX_CHUNKS_AHEAD), len(own)):
-            end_chunk(chunk)
+        other, chunks, own = 1 - operation.index, vectors.whole, {}
+        ahead = min(_MAX_CHUNKS_AHEAD, len(chunks))
+        for sent in range(len(chunks) + ahead):
+            if sent < len(chunks):
+                own[sent] = vectors.encode(values, chunks[sent])
+                operation.send(other, self._SCATTER, sent, own[sent])
+            if (ended := sent - ahead) >= 0:
+                parts = [own.pop(ended), *operation.receive([other], self._SCATTER, ended)]
+                # In the order of ranks, because the bits of a sum of two nans depend on it.
+                vectors.decode_mean(parts if operation.index == 0 else parts[::-1], results, chunks[ended])
         # The other rank may have its mean already. But if this rank leaves, no third rank could have another one.
         operation.commit()
 

@@ -93,18 +93,10 @@ class Vector:
 
     def decode_mean(self, parts: Sequence[np.ndarray], result: np.ndarray, where: slice) -> None:
         """Writes the mean of encoded parts to a part of the result."""
-        part = result[where]
-        out = _in_float32(part)
-        self._codec.decode_sum(parts, 1 / len(parts), out)
-        if out is not part:
-            part[...] = out
+        _write_to(result[where], lambda out: self._codec.decode_sum(parts, 1 / len(parts), out))
 
     def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
-        part = result[where]
-        out = _in_float32(part)
-        self._codec.decode(data, out)
-        if out is not part:
-            part[...] = out
+        _write_to(result[where], lambda out: self._codec.decode(data, out))
 
     def corrected(self, values: np.ndarray) -> np.ndarray:
         """Begins an attempt at a step. Returns this rank's values to average, with residuals."""
@@ -136,9 +128,14 @@ class Vector:
         return data
 
 
-def _in_float32(result: np.ndarray) -> np.ndarray:
-    """The result, or a new array of float32 if its type is smaller."""
-    return result if result.dtype in (np.float32, np.float64) else np.empty(result.size, np.float32)
+def _write_to(result: np.ndarray, write: Callable[[np.ndarray], None]) -> None:
+    """Calls `write` with the result, or with an array of float32 that is copied to a result of a smaller type."""
+    if result.dtype in (np.float32, np.float64):
+        write(result)
+        return
+    values = np.empty(result.size, np.float32)
+    write(values)
+    result[...] = values
 
 
 Arrays = Sequence[np.ndarray]  # One for each of some vectors.

@@ -35,8 +35,11 @@ def runs_on_host(body: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(body)
     def run(*args, **kwargs):
-        with on_host():
+        with (scope := on_host()):
             _of_this_thread.scope = contextlib.nullcontext()  # There is no need to enter it once more.
-            body(*args, **kwargs)
+            try:
+                body(*args, **kwargs)
+            finally:
+                _of_this_thread.scope = scope
 
     return run

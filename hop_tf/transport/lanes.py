@@ -62,7 +62,7 @@ class LinkShares:
 
     def of(self, peer: int, round_trip_seconds: float, num_bytes: int) -> Share:
         """The present share of a peer, for a message of `num_bytes` bytes to it. Records a large message."""
-        is_near = round_trip_seconds * self._bits_per_second / 8 <= _BYTES_IN_FLIGHT
+        is_near = num_lanes(round_trip_seconds, self._bits_per_second, 1) == 1
         num_peers = 1 if is_near else self._num_sharing_with(peer)
         if num_bytes >= _LARGE_BYTES:
             self._note_large_message(peer)

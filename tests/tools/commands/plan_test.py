@@ -135,12 +135,11 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         share = (p - 1) / p
 
         def seconds(algorithm, num_values, turn):
-            is_single = algorithm == "mesh" and p == 2
-            num_messages = 1 if is_single else 2 if algorithm == "mesh" else 2 * (p - 1)
+            num_messages = min(2, p - 1) if algorithm == "mesh" else 2 * (p - 1)
             latency = num_messages * alpha * (2.5 if turn % 5 == 3 else 1)
             beta_ = beta * (3 if algorithm == "mesh" and num_values > 100 else 1)
             slow_start = alpha if num_values > 10_000 else 0
-            adding = gamma * (1 if is_single else share)
+            adding = gamma * (1 if num_messages == 1 else share)
             return latency + slow_start + 4 * num_values * (2 * share * beta_ + adding)
 
         cluster = FakeCluster(p, seconds)

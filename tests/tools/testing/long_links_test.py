@@ -115,7 +115,7 @@ class LinkSharesTest(parameterized.TestCase):
             found = []
             for peer in peers:
                 with mock.patch.object(lanes, "num_lanes", return_value=2) as count:
-                    share = shares.of(peer, 1e8, num_bytes)
+                    share = shares.of(peer, 0.1, num_bytes)
                 found.append(count.call_args.args[2])
                 self.assertEqual(share.bytes_per_second, 1.0 / found[-1] / 2)
             return found
