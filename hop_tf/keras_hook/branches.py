@@ -17,7 +17,8 @@ def when(
 
     TensorFlow builds the operations of a `tf.cond` into the step: the step then passes each of them, also those that do
     not run. With many variables that takes as long as the step itself. Here a branch is a function, which costs nothing
-    while it is not called. A call takes some 50 microseconds, so `tf.cond` is better for a few operations.
+    while it is not called. A call takes some 50 microseconds, so `tf.cond` is better for a few operations. With a GPU
+    branches are built into the step: numbers that the host needs would cross to the GPU and back as arguments.
 
     Args:
       condition: bool scalar. Outside of graphs, and if it is a bool, nothing of the other branch is emitted.
@@ -38,6 +39,6 @@ def _function(emit: Callable[[], object]) -> Callable[[], None]:
     def run() -> None:
         emit()
 
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() or tf.config.list_logical_devices("GPU"):
         return run
     return tf.function(run, autograph=False, experimental_attributes=_STAYS_A_FUNCTION)

@@ -1,5 +1,7 @@
 """Branches of a step that run only if a condition holds."""
 
+from unittest import mock
+
 import tensorflow as tf
 from absl.testing import absltest, parameterized
 from tensorflow.python.eager import context
@@ -8,8 +10,11 @@ from hop_tf.keras_hook.branches import when
 
 
 class WhenTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(condition=[False, True], in_graph=[False, True], is_tensor=[False, True])
-    def test_one_branch_runs(self, condition, in_graph, is_tensor):
+    @parameterized.product(
+        condition=[False, True], in_graph=[False, True], is_tensor=[False, True], has_gpu=[False, True]
+    )
+    def test_one_branch_runs(self, condition, in_graph, is_tensor, has_gpu):
+        self.enter_context(mock.patch.object(tf.config, "list_logical_devices", return_value=["GPU"] * has_gpu))
         variable = tf.Variable(1.0)
 
         def step(condition):
