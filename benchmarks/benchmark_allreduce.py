@@ -1,4 +1,4 @@
-"""Measures the time of all-reduce, compared with PyTorch's gloo and TensorFlow's RING.
+"""Measures the time of all-reduce, compared with PyTorch's gloo.
 
     python benchmarks/benchmark_allreduce.py --world_sizes=2,4 --megabytes=1,25,100 --links=loopback,1e9
 
@@ -9,7 +9,6 @@ rounds, and gloo's time in the same rounds over that of the member: above 1 is f
 
     mesh, ring    hop_tf's, with the codec behind the slash
     gloo          torch.distributed.all_reduce (if PyTorch is installed: the package `torch`)
-    RING          tf.distribute.MultiWorkerMirroredStrategy, CommunicationImplementation.RING
 
 `limit` is the least time in which a rank can send and receive 2 (n - 1) / n times its bytes at the link's rate.
 """
@@ -35,11 +34,7 @@ _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "25", "100"], "Sizes of the ve
 _LINKS = flags.DEFINE_list("links", ["loopback", "10e9", "1e9", "100e6"], "loopback, or bits per second.")
 _MEMBERS = flags.DEFINE_list(
     "members",
-    [
-        *(f"{way}/{codec}" for way in ("mesh", "ring") for codec in ("identity", "truncate16", "int8", "sketch")),
-        "gloo",
-        "RING",
-    ],
+    ["mesh/identity", "ring/identity", "mesh/int8", "ring/int8", "gloo"],
     "What to measure.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds, after one to warm up.", lower_bound=1)
@@ -125,39 +120,6 @@ class Gloo(Member):
         self._torch.distributed.destroy_process_group()
 
 
-class Ring(Member):
-    """tf.distribute's collective all-reduce between workers."""
-
-    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
-        import tensorflow as tf
-
-        self._strategy = peers.mirrored_strategy(rank, addresses)
-        mean = tf.distribute.ReduceOp.MEAN
-
-        @tf.function(input_signature=[tf.TensorSpec([size], tf.float32)])
-        def run(values):
-            return self._strategy.run(
-                lambda v: tf.distribute.get_replica_context().all_reduce(mean, tf.identity(v)), args=(values,)
-            )
-
-        self._run = run
-
-    def prepare(self, values: np.ndarray) -> None:
-        """Makes a tensor of the values, as a training step has them."""
-        import tensorflow as tf
-
-        self._tensor = tf.convert_to_tensor(values)
-
-    def mean(self, values: np.ndarray) -> Any:
-        return self._run(self._tensor)
-
-
-def _make(name: str, *arguments) -> Member:
-    if name == "gloo":
-        return Gloo(name, *arguments)
-    return (Ring if name == "RING" else Ours)(name, *arguments)
-
-
 # In each rank.
 
 
@@ -167,9 +129,8 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     values = _values(rank, size)
     addresses = case["addresses"]
     members, world_size = {}, len(addresses[0])
-    # RING must be made before TensorFlow has done anything.
-    for index, name in sorted(enumerate(case["members"]), key=lambda item: item[1] != "RING"):
-        members[name] = _make(name, rank, addresses[index], size)
+    for index, name in enumerate(case["members"]):
+        members[name] = (Gloo if name == "gloo" else Ours)(name, rank, addresses[index], size)
     barrier = Ours("mesh/identity", rank, addresses[-1], 1)
     for name, member in members.items():  # Warms up, and checks that the results are right.
         _, mean = _timed_mean(member, barrier, values)
@@ -205,24 +166,10 @@ def _values(rank: int, size: int) -> np.ndarray:
 def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
     """Raises RuntimeError if some values, from all parts of the vector, are not the mean."""
     part = slice(0, size, -(-size // _CHECKED_VALUES))
-    expected = np.mean([_kept(name, rank, size, part) for rank in range(world_size)], axis=0)
+    expected = np.mean([_values(rank, size)[part] for rank in range(world_size)], axis=0)
     error = np.sqrt(np.mean((mean[part] - expected) ** 2) / np.mean(expected**2))
     if error > 0.1:
         raise RuntimeError(f"{name} is wrong: relative error {error:.3f}.")
-
-
-def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
-    """Returns the part of a rank's values with zeros for values that the member's codec does not select."""
-    from hop_tf import codecs
-
-    codec = codecs.get(name.partition("/")[2] or None)
-    values = _values(rank, size)
-    if not isinstance(codec, codecs.Sparse):
-        return values[part]
-    kept = np.zeros_like(values)
-    indices = codec.select(values)
-    kept[indices] = values[indices]
-    return kept[part]
 
 
 # In the parent.
