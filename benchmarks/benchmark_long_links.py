@@ -41,7 +41,7 @@ _MESSAGE_BYTES = 2_000_000
 _BURST_MESSAGES = 5
 _NUM_BURSTS, _NUM_LATER = 6, 3
 _PAUSE_SECONDS = 2.0
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS, _FAREWELL_SECONDS = 120.0, 5.0
 _NUM_IN_BURSTS = _NUM_BURSTS * _BURST_MESSAGES
 _PAYLOAD = np.random.default_rng(0).integers(0, 256, _MESSAGE_BYTES, np.uint8)
 _SENT_AT = struct.Struct("<d")
@@ -89,8 +89,8 @@ class _Rank:
             self._send()
         self._transport.flush(1, _TIMEOUT_SECONDS)
         self._transport.send(1, "end")
-        self._transport.flush(1, _TIMEOUT_SECONDS)
         self._ended.set()
+        self._transport.flush(1, _FAREWELL_SECONDS)  # Rank 1 may close before it acknowledges.
 
     def _send(self) -> None:
         self._room.acquire()
