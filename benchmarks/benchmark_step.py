@@ -9,9 +9,6 @@ same batch again and again. Shown are medians over the rounds, of rank 0:
 - processor: the processor time of a process for a step, which hardly depends on other work and on the number of cores;
 - added: the processor time above that of the same library in one process without a strategy, which trains the batch of
   one rank;
-- switches: how often a thread of the process gives up its core, or loses it, in a step;
-- bytes: what a rank sends in a step, with the headers of TCP and IP (of all that crosses its interface; on loopback,
-  which all have in common, its part of that);
 - threads of the process;
 - first: the time until the first step has ended, most of which goes into tracing.
 
@@ -24,7 +21,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,45 +63,32 @@ class Cost:
 
     step_ms: float
     processor_ms: float
-    switches: float
-    kilobytes: float
     threads: float
     first_seconds: float
 
 
 class Clock:
-    """Notes the ends of steps. The cost is without `warmup` steps. `num_sharing` ranks have the same interface."""
+    """Notes the ends of steps. The cost is without `warmup` steps."""
 
-    def __init__(self, num_sharing: int, warmup: int):
-        self._num_sharing = num_sharing
+    def __init__(self, warmup: int):
         self._warmup = warmup
         self._times = [time.perf_counter()]
-        self._begin: tuple[float, int, int] | None = None
+        self._begin = 0.0
 
     def step(self) -> None:
         self._times.append(time.perf_counter())
         if len(self._times) == self._warmup + 1:
-            self._begin = _used()
+            self._begin = time.process_time()
 
     def cost(self) -> Cost:
         """Returns the cost. Call this right after the last step."""
         times = self._times[self._warmup :]
-        num_steps = len(times) - 1
-        processor, switches, sent = (now - then for now, then in zip(_used(), self._begin, strict=True))
         return Cost(
-            step_ms=1e3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(times)),
-            processor_ms=1e3 * processor / num_steps,
-            switches=switches / num_steps,
-            kilobytes=sent / num_steps / self._num_sharing / 1e3,
+            step_ms=1e3 * statistics.median(np.diff(times)),
+            processor_ms=1e3 * (time.process_time() - self._begin) / (len(times) - 1),
             threads=psutil.Process().num_threads(),
             first_seconds=self._times[1] - self._times[0],
         )
-
-
-def _used() -> tuple[float, int, int]:
-    """Returns processor seconds, context switches, and bytes sent by all interfaces."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return time.process_time(), usage.ru_nvcsw + usage.ru_nivcsw, psutil.net_io_counters().bytes_sent
 
 
 # In the processes of the ranks.
@@ -114,7 +97,7 @@ def _used() -> tuple[float, int, int]:
 def _measure(case: Mapping, rank: int) -> Cost | None:
     """Returns the cost at a rank; None for a server."""
     (addresses,) = case["addresses"]
-    clock = Clock(case["num_sharing"], case["warmup"])
+    clock = Clock(case["warmup"])
     if case["kind"] in (TORCH, DDP):
         _train_torch(case, rank, addresses, clock)
     else:
@@ -205,13 +188,7 @@ def _cases() -> Iterator[tuple[int, str]]:
 
 def _run(world: int, kind: str) -> Cost:
     link = _LINK.value if world > 1 else ranks.LOOPBACK
-    case = {
-        "kind": kind,
-        "num_workers": world,
-        "num_sharing": world if link == ranks.LOOPBACK else 1,
-        "warmup": _STEPS.value // 5,
-        "steps": _STEPS.value,
-    }
+    case = {"kind": kind, "num_workers": world, "warmup": _STEPS.value // 5, "steps": _STEPS.value}
     environment = {"TF_USE_LEGACY_KERAS": "1"} if kind in (TF_KERAS, MIRRORED) else {}
     return ranks.run(__file__, case, world + (kind == SHAT), link, num_ports=1, environment=environment)[0]
 
@@ -227,7 +204,7 @@ def main(argv: Sequence[str]) -> None:
     for round_, case in itertools.product(range(_ROUNDS.value), cases):
         costs[case].append(_run(*case))
         print(f"round {round_ + 1}: {case}: {costs[case][-1]}", flush=True)
-    titles = ["ranks", "kind", "step ms", "processor ms", "added ms", "switches", "kB", "threads", "first s"]
+    titles = ["ranks", "kind", "step ms", "processor ms", "added ms", "threads", "first s"]
     print("".join(f"{title:>13}" for title in titles))
     for world, kind in cases:
         cost, alone = _median(costs[world, kind]), costs.get((1, _ALONE.get(kind, kind)))
@@ -235,8 +212,9 @@ def main(argv: Sequence[str]) -> None:
         step, processor, *rest = dataclasses.astuple(cost)
         values = [f"{value:.2f}" for value in (step, processor, added, *rest)]
         print("".join(f"{value:>13}" for value in [world, kind, *values]), flush=True)
-        for name in ("step_ms", "processor_ms", "first_seconds", "threads"):
-            results.note(name, f"perceptron {kind} {world}", [getattr(each, name) for each in costs[world, kind]])
+        for field in dataclasses.fields(Cost):
+            of_rounds = [getattr(each, field.name) for each in costs[world, kind]]
+            results.note(field.name, f"perceptron {kind} {world}", of_rounds)
 
 
 if __name__ == "__main__":
