@@ -2,10 +2,10 @@
 
     python benchmarks/benchmark_storm.py
 
-Each strategy goes on without a lost rank. It trains scikit-learn's digits twice for `--steps` steps of 0.2 s each
-(emulated, without using the processor): undisturbed, and in a storm. In the storm, every 8 s a rank is killed (SIGKILL)
-and restarted at once, or stopped for 10 s (SIGSTOP). `--seed` decides the rank and the fault. The last fault is early
-enough for the rank to come back. The benchmark takes a quarter of an hour.
+Each strategy goes on without a lost rank. It trains scikit-learn's digits twice for `--steps` steps of `--step_seconds`
+each (emulated, without using the processor): undisturbed, and in a storm. In the storm, every `--interval` seconds a
+rank is killed (SIGKILL) and restarted at once, or stopped for `--stop_seconds` (SIGSTOP). `--seed` decides the rank and
+the fault. The last fault is early enough for the rank to come back. The benchmark takes a quarter of an hour.
 
 The time to recover is the time from a rank's death until its new process has made a step. A rank is up from its start
 to its last step, except while it is stopped or recovers. Shown are
@@ -45,12 +45,12 @@ from hop_tf.tools.testing.multi_process import MultiProcessError
 
 _STRATEGIES = flags.DEFINE_list("strategies", ["pipe_sgd", "dts", "hop", "canary", "shat"], "Which ones.")
 _STEPS = flags.DEFINE_integer("steps", 180, "Steps of a training.", lower_bound=20)
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.2, "How long a step takes at least.", lower_bound=0.0)
+_INTERVAL = flags.DEFINE_float("interval", 8.0, "Seconds from one fault to the next.", lower_bound=1.0)
+_STOP_SECONDS = flags.DEFINE_float("stop_seconds", 10.0, "For how long a rank is stopped.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the faults.")
 
 _NUM_RANKS = 6
-_STEP_SECONDS = 0.2  # A step takes that long at least.
-_INTERVAL = 8.0  # Seconds from one fault to the next.
-_STOP_SECONDS = 10.0
 _BATCH_SIZE = 60
 _TIMEOUT_SECONDS = 300.0
 # The least value that can be required if all ranks wait for each other.
@@ -181,7 +181,7 @@ class _Run:
 
 def _run(name: str, with_faults: bool) -> _Run:
     num_ps = int(name == "shat")
-    env = {"HOP_TF_STEP_SECONDS": repr(_STEP_SECONDS)}
+    env = {"HOP_TF_STEP_SECONDS": repr(_STEP_SECONDS.value)} if _STEP_SECONDS.value else {}
     with tempfile.TemporaryDirectory() as folder:
         arguments = {"args": (name, folder, _STEPS.value), "num_ps": num_ps, "env": env}
         with MultiProcessRunner(_train, _NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, **arguments) as runner:
@@ -207,21 +207,21 @@ def _steps_of(folder: str, rank: int) -> np.ndarray:
 
 def _storm(runner: MultiProcessRunner) -> list[_Fault]:
     drawn = random.Random(_SEED.value)
-    seconds = 0.7 * _STEPS.value * _STEP_SECONDS
+    seconds = 0.7 * _STEPS.value * _STEP_SECONDS.value
     resumed: list[threading.Timer] = []
     faults: list[_Fault] = []
-    for _ in range(max(1, int(seconds / _INTERVAL))):
+    for _ in range(max(1, int(seconds / _INTERVAL.value))):
         struck = [fault.rank for fault in faults[-2:]]  # These may not be up yet.
         rank, is_kill = drawn.choice([each for each in range(_NUM_RANKS) if each not in struck]), drawn.random() < 0.5
-        faults.append(_Fault(rank, time.time(), None if is_kill else _STOP_SECONDS))
+        faults.append(_Fault(rank, time.time(), None if is_kill else _STOP_SECONDS.value))
         if is_kill:
             runner.kill(rank)
             runner.restart(rank)
         else:
             runner.pause(rank)
-            resumed.append(threading.Timer(_STOP_SECONDS, runner.resume, [rank]))
+            resumed.append(threading.Timer(_STOP_SECONDS.value, runner.resume, [rank]))
             resumed[-1].start()
-        time.sleep(_INTERVAL)
+        time.sleep(_INTERVAL.value)
     for timer in resumed:
         timer.join()
     return faults

@@ -159,5 +159,5 @@ def fit(
     data = tf.data.Dataset.from_tensors((x, y)).repeat(warmup + num_steps)
     model.fit(data, shuffle=False, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=note)])
     flush_seconds = time.monotonic() - times[-1]
-    first = min(warmup - 1, len(times) // 4)
+    first = max(0, min(warmup - 1, len(times) - 2))
     return Steps(np.array(times[first:]), reports[first], reports[-1], flush_seconds)
