@@ -54,14 +54,14 @@ class Cost:
 _BUDGET = {
     "pipe_sgd": Cost(messages=1.1, num_bytes=8700, calls=340, operations=118, threads=5),
     "hop": Cost(messages=1.1, num_bytes=8400, calls=375, operations=29, threads=5),
-    "dts": Cost(messages=1.1, num_bytes=8700, calls=390, operations=560, threads=5),
-    "canary": Cost(messages=2.7, num_bytes=5300, calls=960, operations=290, threads=6),
+    "dts": Cost(messages=1.1, num_bytes=8700, calls=390, operations=720, threads=5),
+    "canary": Cost(messages=2.7, num_bytes=5300, calls=960, operations=300, threads=6),
     "canary_synchronous": Cost(messages=1.1, num_bytes=3400, calls=360, operations=97, threads=5),
     "shat": Cost(messages=1.1, num_bytes=8450, calls=980, operations=132, threads=8),
 }
 _BUDGET_OF_THREE = {
     "pipe_sgd": Cost(messages=4.1, num_bytes=12100, calls=830, operations=118, threads=6),
-    "dts": Cost(messages=4.1, num_bytes=12100, calls=890, operations=560, threads=7),
+    "dts": Cost(messages=4.1, num_bytes=12100, calls=890, operations=720, threads=7),
 }
 
 
@@ -117,8 +117,8 @@ def _many_small_variables():
     return model
 
 
-def _operations_with(pipeline_width):
-    """The number of operations that both ranks trace for a model of many small variables."""
+def _operations_with(strategy, **arguments):
+    """The number of operations that a rank traces for a model of many small variables."""
 
     def run(strategy):
         with strategy.scope():
@@ -126,11 +126,11 @@ def _operations_with(pipeline_width):
         _fit(model, 2)
 
     def make_strategy(cluster_resolver):
-        return hop_tf.PipeSGDStrategy(pipeline_width=pipeline_width, cluster_resolver=cluster_resolver)
+        return strategy(cluster_resolver=cluster_resolver, **arguments)
 
     with _Operations() as operations:
         InProcessCluster(NUM_RANKS, make_strategy, timeout_seconds=120).run(run)
-    return operations.number
+    return operations.number / NUM_RANKS
 
 
 def _compiled():
@@ -187,8 +187,14 @@ class BudgetTest(tf.test.TestCase, parameterized.TestCase):
 
     @pytest.mark.slow
     def test_a_replay_does_not_update_each_small_variable(self):
-        added = (_operations_with(2) - _operations_with(1)) / NUM_RANKS / (2 * _NUM_LAYERS)
-        self.assertBetween(added, 15, 30)  # If each were updated once more, it would be 101.
+        one, two = (_operations_with(hop_tf.PipeSGDStrategy, pipeline_width=width) for width in (1, 2))
+        self.assertBetween((two - one) / (2 * _NUM_LAYERS), 15, 30)  # If each were updated once more, it would be 101.
+
+    @pytest.mark.slow
+    def test_merging_does_not_compute_with_each_small_variable(self):
+        one = _operations_with(hop_tf.PipeSGDStrategy, pipeline_width=1)
+        added = (_operations_with(hop_tf.DTSStrategy) - one) / (2 * _NUM_LAYERS)
+        self.assertBetween(added, 30, 95)  # If it computed with each by itself, it would be 160.
 
     @parameterized.parameters(*_BUDGET)
     @pytest.mark.slow(after=1)

@@ -14,6 +14,7 @@ from absl import logging
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from tensorflow.python.distribute import one_device_strategy
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import (
     assign_learning_rate,
     clipped,
@@ -88,7 +89,7 @@ def _update(
         inner._update_model_variables_moving_average(inner._trainable_variables)
         if inner.ema_overwrite_frequency:
             is_due = tf.equal((inner.iterations + 1) % inner.ema_overwrite_frequency, 0)
-            tf.cond(is_due, lambda: _overwrite_with_averages(inner), lambda: None)
+            when(is_due, lambda: _overwrite_with_averages(inner))
     constrain(inner, variables)
     inner._iterations.assign_add(gradient_accumulation_steps(inner))
     if rate is not None:

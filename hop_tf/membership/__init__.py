@@ -14,6 +14,7 @@ news of an earlier incarnation do no harm.
 
 from hop_tf.membership.departures import Departure
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
+from hop_tf.membership.rounds import Rounds
 from hop_tf.membership.session import LEAVE_QUEUE, Membership, parse, tree_neighbors
 from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.membership.silence import Silence
@@ -26,6 +27,7 @@ __all__ = [
     "LeftBehind",
     "Membership",
     "Monitor",
+    "Rounds",
     "SessionQueue",
     "Silence",
     "ThreadMonitor",

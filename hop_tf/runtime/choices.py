@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 from hop_tf import codecs
@@ -47,31 +48,29 @@ def refuse_late_determinism(settings: Choosable, *, chooses: bool) -> None:
         )
 
 
-def write_call(strategy: str, **arguments: object) -> str:
-    """The call that makes a strategy, with a codec as a program gives it."""
-    written = {name: _written(value) for name, value in arguments.items()}
-    return f"{strategy}({', '.join(f'{name}={value!r}' for name, value in written.items())})"
-
-
 def _written(value: object) -> object:
+    """An argument as a program gives it: a codec by its name, if it has the codec's usual settings."""
     if value == codecs.Identity():
         return None
     is_named = isinstance(value, codecs.Codec) and value == codecs.get(value.name)
     return value.name if is_named else value
 
 
-def tell_choice(recorder: Recorder | None, way: Way, text: str, *, call: str, is_chief: bool, **others: int) -> None:
+def tell_choice(
+    recorder: Recorder | None, way: Way, text: str, *, arguments: Mapping[str, object], is_chief: bool, **others: int
+) -> None:
     """Records the settings that ranks have chosen. The chief also prints them to stderr.
 
     Args:
       recorder: This rank's recorder, if it has one.
       way: The way in which ranks average.
       text: The duration of its step, or the reason for the choice.
-      call: The call that keeps these settings.
+      arguments: The arguments of the strategy that keep these settings, beside those that the program gives.
       is_chief: True if this rank is the chief.
       **others: Other settings that were chosen.
     """
     if recorder is not None:
         recorder.add_line("chosen", codec=str(way.codec), algorithm=way.algorithm, **others)
     if is_chief:
-        print(f"hop_tf: {text}. To keep these settings: {call}.", file=sys.stderr, flush=True)
+        to_pass = ", ".join(f"{name}={_written(value)!r}" for name, value in arguments.items())
+        print(f"hop_tf: {text}. To keep these settings, pass {to_pass}.", file=sys.stderr, flush=True)

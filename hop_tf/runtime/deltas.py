@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
+from hop_tf.tensors.joined import JoinedVariables
+
 
 def assign_all(variables: Sequence[tf.Variable], values: Sequence) -> None:
     """Emits the ops that assign one value to each variable."""
@@ -26,7 +28,7 @@ def assign_all(variables: Sequence[tf.Variable], values: Sequence) -> None:
         variable.assign(value)
 
 
-def read_all(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+def read_all(variables: Sequence[tf.Variable | JoinedVariables]) -> list[tf.Tensor]:
     """Emits the ops that read the present values of variables. Later assignments do not change the results."""
     return [variable.read_value() for variable in variables]
 
@@ -39,7 +41,7 @@ class ValueHistory:
       number: Number of values to keep of each variable. 0 keeps none.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], number: int):
+    def __init__(self, variables: Sequence[tf.Variable | JoinedVariables], number: int):
         self._kept = [[zeros_like(variable) for variable in variables] for _ in range(number)]
 
     def all(self) -> list[list[tf.Variable]]:
@@ -56,19 +58,19 @@ class ValueHistory:
         return tf.nest.flatten(tf.switch_case(index, values))
 
     def add_newest(
-        self, number: int | tf.Tensor, values: Sequence[tf.Tensor], factors: Sequence[Sequence[tf.Tensor]] = ()
+        self, number: int | tf.Tensor, values: Sequence[tf.Tensor], scales: Sequence[Callable[[list], list]] = ()
     ) -> list[tf.Tensor]:
         """Emits the ops that add the latest `number` kept values to `values`.
 
         Args:
           number: Number of kept values to add.
           values: The values to add to, one for each variable.
-          factors: Factors of the kept values, beginning with the latest. Each entry has the factors of the first
-            variables. Default 1.
+          scales: For each kept value, beginning with the latest, a function that emits the ops that scale it. It takes
+            and returns one tensor for each variable. Default: values are not scaled.
         """
         sums = list(values)
         for age, kept in enumerate(reversed(self._kept)):
-            add = functools.partial(_sums, sums, kept, factors[age] if factors else ())
+            add = functools.partial(_sums, sums, kept, scales[age] if scales else list)
             if isinstance(number, int):
                 sums = add() if age < number else sums
                 continue
@@ -83,13 +85,12 @@ class ValueHistory:
             assign_all(older, newer)
 
 
-def _sums(values: Sequence[tf.Tensor], others: Sequence[tf.Variable], factors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    others = [tf.cast(other, value.dtype) for value, other in zip(values, others, strict=True)]
-    scaled = [tf.cast(factor, other.dtype) * other for factor, other in zip(factors, others, strict=False)]
-    return [value + other for value, other in zip(values, [*scaled, *others[len(scaled) :]], strict=True)]
+def _sums(values: Sequence[tf.Tensor], others: Sequence[tf.Variable], scale: Callable[[list], list]) -> list[tf.Tensor]:
+    others = scale([tf.cast(other, value.dtype) for value, other in zip(values, others, strict=True)])
+    return [value + other for value, other in zip(values, others, strict=True)]
 
 
-def zeros_like(variable: tf.Variable) -> tf.Variable:
+def zeros_like(variable: tf.Variable | JoinedVariables) -> tf.Variable:
     """A variable of zeros on the same device, outside of graphs."""
     with tf.init_scope(), tf.device(variable.device):
         return tf.Variable(tf.zeros(variable.shape, variable.dtype), trainable=False, name="hop_tf_kept")
@@ -102,14 +103,14 @@ class DeltaTracker:
     it again with each message in flight.
 
     Args:
-      variables: The variables.
+      variables: The variables, which may be `JoinedVariables`.
       values: Their values before the first change.
 
     Attributes:
       variables: The variables.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]):
+    def __init__(self, variables: Sequence[tf.Variable | JoinedVariables], values: Sequence[tf.Tensor]):
         self.variables = variables
         with tf.init_scope():
             self._known = [tf.Variable(value, trainable=False, name="hop_tf_known") for value in values]
@@ -117,7 +118,7 @@ class DeltaTracker:
     def reset(self) -> None:
         """Emits the ops that forget all changes so far."""
         for variable, known in zip(self.variables, self._known, strict=True):
-            known.assign(variable)
+            known.assign(variable.read_value())
 
     def known(self) -> list[tf.Tensor]:
         """Emits the ops that read the values from which changes are counted."""
@@ -131,7 +132,7 @@ class DeltaTracker:
     def multiply(self, factor: tf.Tensor, number: int) -> None:
         """Emits the ops that multiply the changes of the first `number` variables since the last call of `take`."""
         for variable, known in zip(self.variables[:number], self._known, strict=False):
-            variable.assign_add(tf.cast(factor - 1, variable.dtype) * (variable - known))
+            variable.assign_add(tf.cast(factor - 1, variable.dtype) * (variable.read_value() - known))
 
     def take(self, choose: Callable[[list[tf.Tensor]], list] | None = None) -> list[tf.Tensor]:
         """Emits the ops that compute the changes since the last call.
@@ -168,5 +169,5 @@ class DeltaTracker:
     def rebase(self, values: Sequence[tf.Tensor]) -> None:
         """Emits the ops that assign these values plus the changes since the last `take`."""
         for variable, known, value in zip(self.variables, self._known, values, strict=True):
-            variable.assign(value + (variable - known))
+            variable.assign(value + (variable.read_value() - known))
             known.assign(value)

@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable, Mapping
+
 import keras
 import numpy as np
 from absl import logging
 
+from hop_tf.errors import MismatchError
 from hop_tf.keras_hook.metric_states import MetricStates
 from hop_tf.keras_hook.ownership import states_of
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, Rounds
 from hop_tf.runtime.agreed_states import AgreedStates
-from hop_tf.runtime.epoch_agreement import EpochAgreement, Moment
 from hop_tf.runtime.metrics import EpochMetrics, as_log, means_of, numeric, sums_of
 from hop_tf.runtime.stop_agreement import StopAgreement
 
+# The claim of a rank that agrees with others when an epoch ends.
+EPOCH_END = "the end of an epoch"
 VALIDATION = "val_"  # The prefix of the names of validation metrics.
+
+
+class Moment(enum.IntEnum):
+    """The subjects that ranks agree on at the end of an epoch, in this order."""
+
+    METRICS = 0
+    STATES = 1
+    SUMS = 2  # Only if ranks know different contributions to sums.
+    STOP = 3
 
 
 class EpochEnds:
     """Metrics and stop requests in the running `fit` of one rank.
 
     Args:
-      membership: Waiting.
-      agreement: The agreement with the ranks at the same position.
-      stops: The agreement on the last step.
+      membership: Waiting and transport.
+      progress: See `Rounds`.
+      has_passed: See `Rounds`.
 
     Attributes:
+      rounds: Rounds of the ranks that have made the same number of steps, one for each `Moment`.
       agrees: True if this rank agrees on metrics with others in the running `fit`. All ranks then do, except a rank
         that has joined.
       stops_together: True if all ranks stop after the same step, too.
     """
 
-    def __init__(self, membership: Membership, agreement: EpochAgreement, stops: StopAgreement):
+    def __init__(
+        self,
+        membership: Membership,
+        *,
+        progress: Callable[[], Mapping[str, int]] = dict,
+        has_passed: Callable[[Mapping[str, int]], bool] = lambda progress: False,
+    ):
         self._membership = membership
-        self._agreement = agreement
-        self._stops = stops
+        self.rounds = Rounds(membership, EPOCH_END, progress=progress, has_passed=has_passed)
+        self._stops = StopAgreement(membership)
         self.agrees = self.stops_together = False
         self._begin_fit()
+
+    def reset(self, session: int) -> None:
+        """Forgets everything, for a session that this rank is about to enter, or joins. Then it agrees on nothing."""
+        self.agrees = self.stops_together = False
+        self.rounds.reset(session)
+        self._stops.reset(session)
+
+    @property
+    def sent_rounds(self) -> dict[str, int]:
+        """For `Membership.leave`; see `Rounds`."""
+        return {each.name: each.sent_rounds for each in (self.rounds, self._stops.rounds)}
 
     def _begin_fit(self) -> None:
         self._model: keras.Model | None = None
@@ -47,20 +79,27 @@ class EpochEnds:
         self._agreed_at = -1  # The last position of an agreement.
         self._has_agreed = self._has_warned = False  # In this epoch; in this `fit`.
 
+    def check(self, owners: Mapping[str, int], *, agrees: bool) -> None:
+        """Raises MismatchError if other ranks agree when an epoch ends, and this one does not.
+
+        Args:
+          owners: The rank that each claim belongs to.
+          agrees: True if this rank has claimed `EPOCH_END`.
+        """
+        if EPOCH_END in owners and not agrees:
+            raise MismatchError(
+                f"rank {owners[EPOCH_END]} averages its metrics, and rank {self._membership.rank} does not. "
+                "Pass hop_tf.callbacks.MetricAverage to `fit` on all ranks, or on none."
+            )
+
     def begin_fit(self, *, agrees: bool, in_lock_step: bool) -> None:
         """Called when a `fit` begins. `agrees` is False for a rank that joins."""
         self._begin_fit()
         self.agrees, self.stops_together = agrees, agrees and in_lock_step
 
-    def end_agreement(self) -> None:
-        """Called when this rank was left behind. It no longer agrees with the others in this `fit`."""
-        self.agrees = self.stops_together = False
-
     def begin_training(self, model: keras.Model | None) -> None:
         """Called before the first step. `model` is None in a custom loop."""
         self._model = model
-        if self.agrees:
-            self._agreement.begin()
 
     def end_fit(self) -> None:
         """Called when all steps are made, or the `fit` has failed."""
@@ -70,7 +109,10 @@ class EpochEnds:
     def finish_training(self) -> None:
         """Called when this rank makes no further step. The others no longer wait for it."""
         if self.agrees:
-            self._agreement.end()
+            self.rounds.end()
+
+    def _gather(self, moment: Moment, value: bytes) -> Mapping[int, bytes]:
+        return self.rounds.gather(self._num_made * len(Moment) + moment, value)
 
     # Metrics.
 
@@ -105,11 +147,11 @@ class EpochEnds:
     def _average(self, logs: dict, weight: float, has_step: bool) -> None:
         if self._model.stop_training and not self.stops_together:  # The others continue, and do not agree here.
             self.agrees = False
-            self._agreement.end()
+            self.rounds.end()
             return
         self._agreed_at, self._has_agreed = self._num_made, True
         own = self._own_metrics(logs, weight, has_step)
-        received = self._agreement.agree(self._num_made, Moment.METRICS, own.pack())
+        received = self._gather(Moment.METRICS, own.pack())
         self._warn_of_others(received)
         ranks = [EpochMetrics.unpack(data) for data in received.values()]
         logs.update(means_of(ranks, numeric(logs)))
@@ -130,8 +172,8 @@ class EpochEnds:
     def _warn_of_others(self, received: dict[int, bytes]) -> None:
         with self._membership.monitor:
             departed = self._membership.departed()
-        absent = [r for r in self._agreement.others if r not in received and r not in departed]
-        absent = [rank for rank in absent if not self._agreement.has_ended(rank)]
+        absent = [r for r in self.rounds.others if r not in received and r not in departed]
+        absent = [rank for rank in absent if not self.rounds.has_ended(rank)]
         if absent and not self._has_warned:
             self._has_warned = True
             logging.warning(
@@ -146,7 +188,7 @@ class EpochEnds:
             moments = iter((Moment.STATES, Moment.SUMS))
             states.agree(
                 states_of(self._model),
-                lambda data: list(self._agreement.agree(self._num_made, next(moments), data).values()),
+                lambda data: list(self._gather(next(moments), data).values()),
             )
 
     # Stop requests.
@@ -173,7 +215,7 @@ class EpochEnds:
             return
         wants = self._model.stop_training or self._stops.is_asked
         if self._has_agreed:
-            received = self._agreement.agree(self._num_made, Moment.STOP, bytes([wants]))
+            received = self._gather(Moment.STOP, bytes([wants]))
             wants = any(map(any, received.values()))
         if wants and self.stops_together:
             # Ranks in a longer epoch have to hear of it.

@@ -19,9 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import HopError
-from hop_tf.membership import Interrupted
+from hop_tf.membership import Interrupted, Rounds
 from hop_tf.records import Kind, Recorder
-from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.fifo import dequeue, enqueue_arrays
 from hop_tf.tensors.host import on_host, runs_on_host
@@ -176,7 +175,7 @@ class ExchangeRunner:
       on_nonfinite: Called on a communication thread with the number of a step whose values are not finite, before the
         scheme gets the values. May raise.
       recorder: Records the steps, or None.
-      epochs: Checks, when a step begins, if another rank waits for this one; or None.
+      rounds: Checks, when a step begins, if another rank waits for this one; or None.
 
     Attributes:
       begun_step: The last step of the session that a thread has taken; -1 if there is none.
@@ -192,10 +191,10 @@ class ExchangeRunner:
         joining: Joining,
         on_nonfinite: Callable[[int], None] = lambda step: None,
         recorder: Recorder | None = None,
-        epochs: EpochAgreement | None = None,
+        rounds: Rounds | None = None,
     ):
         self._name = name
-        self._epochs = epochs
+        self._rounds = rounds
         self._joining = joining
         self._packing = packing
         self._exchange = exchange
@@ -405,8 +404,8 @@ class ExchangeRunner:
                     return self._answer_of(request, 0)
                 if request.segment == 0:
                     self._joining.at_step(self._exchange.steps_of(request.step)[-1] + self._exchange.step_offset)
-                if self._epochs is not None and self._epochs.is_asked:
-                    self._epochs.look_again()
+                if self._rounds is not None and self._rounds.is_asked:
+                    self._rounds.look_again()
                 return self._exchange.step(request)
             except Interrupted:
                 self._interrupted = True

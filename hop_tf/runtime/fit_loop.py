@@ -33,7 +33,7 @@ from hop_tf.membership import LeftBehind
 from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.assignments import Assignments, refusal_in
-from hop_tf.runtime.epoch_ends import VALIDATION
+from hop_tf.runtime.epoch_ends import EPOCH_END, VALIDATION
 from hop_tf.runtime.final_weights import FinalWeights
 from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.missed_steps import MissedSteps
@@ -192,14 +192,14 @@ class FitLoop(TrainingHooks):
                 paths, backups, trial = CallbackPaths(callbacks), BackupAgreement(callbacks), Trial(callbacks)
                 self._final_weights = FinalWeights(callbacks)
                 claims = [*paths.places, *backups.claims, *trial.claims, *self._final_weights.claims]
-                self._begin_session(agrees_on_epochs=agrees, claims=claims)
+                self._begin_session([*claims, EPOCH_END] if agrees else claims)
                 if trial.is_needed(self.runtime.membership.owners) and not self.runtime.joining:
                     trial.compare(self.runtime.membership.owners, self.runtime.collectives.share)
                 paths.divide(self._rank, self.runtime.membership.owners)
                 if backups.is_needed(self.runtime.membership.owners) and not self.runtime.joining:
                     backups.agree(self._rank, self.runtime.collectives.share, in_lock_step=self._scheme.in_lock_step)
                 if self._rows is not None:
-                    self._rows.begin_fit(self.runtime.share_agreement, takes_part=not self.runtime.joining)
+                    self._rows.begin_fit(self.runtime.share_rounds)
                 # A process that was started again skips past epochs.
                 agrees = agrees and not self.runtime.joining
                 self.runtime.epoch_ends.begin_fit(agrees=agrees, in_lock_step=self._scheme.in_lock_step)
@@ -296,11 +296,12 @@ class FitLoop(TrainingHooks):
             self.states.begin_anew()
             self._begin_session()
 
-    def _begin_session(self, *, agrees_on_epochs: bool = False, claims: Sequence[str] = ()) -> None:
+    def _begin_session(self, claims: Sequence[str] = ()) -> None:
         """Enters a session. Ranks compare the tables of their layers, and tell each other their devices."""
         layers = AdaptedLayers()
-        claims = [*claims, *layers.claims, *self._replicas.claims]
-        self.runtime.begin_session(agrees_on_epochs=agrees_on_epochs, claims=claims)
+        self.runtime.begin_session([*claims, *layers.claims, *self._replicas.claims])
+        if not self.runtime.joining:
+            self.runtime.epoch_ends.check(self.runtime.membership.owners, agrees=EPOCH_END in claims)
         self._begin_algorithms()
         self._replicas.learn(self.runtime.membership.owners)
         if self.roster is not None:

@@ -21,6 +21,7 @@ from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, MakeFifo
 from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.host import runs_on_host
+from hop_tf.tensors.joined import JoinedGroup, SeparateGroup
 from hop_tf.tensors.packing import Packing
 
 
@@ -149,16 +150,23 @@ class Group:
         """Emits the op that reads the step, on the variable's device. `read_value` would copy it to a GPU."""
         return self.step.value()
 
-    def submit(self, values: Sequence[tf.Tensor], segment: int = 0, step: tf.Tensor | None = None) -> None:
+    def submit(
+        self,
+        values: Sequence[tf.Tensor],
+        segment: int = 0,
+        step: tf.Tensor | None = None,
+        packing: Packing | None = None,
+    ) -> None:
         """Emits the op that hands `values`, one tensor per variable (of the segment), to the scheme.
 
         Args:
           values: The tensors.
           segment: The segment.
           step: The number to submit the values with. Default: the step.
+          packing: Another packing of the same buckets, for other tensors. Default: that of the segment.
         """
         step = self.read_step() if step is None else step
-        buckets = self._packing_of(segment).pack(values)
+        buckets = (packing or self._packing_of(segment)).pack(values)
         self.runner.submit(step, segment, self.exchange.emit_encode(segment, buckets), are_finite(buckets))
 
     def signal(self, segment: int, computed: Sequence = (), step: tf.Tensor | None = None) -> None:
@@ -179,6 +187,7 @@ class Group:
         segment: int = 0,
         take: Callable[[tf.Tensor, int], tuple] | None = None,
         step: tf.Tensor | None = None,
+        packing: Packing | None = None,
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for this step.
 
@@ -188,6 +197,7 @@ class Group:
           segment: The segment that was submitted.
           take: `take(step, segment)` emits the ops that take the result of a step. Default: `self.take`.
           step: The number that was submitted. Default: the step.
+          packing: As of `submit`.
 
         Returns:
           One tensor per variable (of the segment), and int64 scalar: the number of training steps to skip after this
@@ -197,7 +207,7 @@ class Group:
         with tf.control_dependencies(ready):
             buckets, num_skipped = (take or self.take)(self.read_step() if step is None else step, segment)
         self.statistics.count_wait(ready, buckets)
-        return self._packing_of(segment).unpack(buckets), num_skipped
+        return (packing or self._packing_of(segment)).unpack(buckets), num_skipped
 
     def take(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for a step: see `ExchangeRunner.collect`."""
@@ -205,6 +215,10 @@ class Group:
 
     def _packing_of(self, segment: int) -> Packing:
         return self.exchange.parts[segment] if self.exchange.parts else self.packing
+
+    def operands(self, *, joined: bool) -> JoinedGroup | SeparateGroup:
+        """The variables for a rule to compute with: joined to as few as possible, or each by itself."""
+        return (JoinedGroup if joined else SeparateGroup)(self.variables, self.num_trained, self.packing)
 
     @property
     def packing_of_variables(self) -> Packing:

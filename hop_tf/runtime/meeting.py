@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import tf_variables
 from hop_tf.runtime.group import Group
 
@@ -46,12 +47,12 @@ class Meeting:
             return
         group = self._group
 
-        def meet() -> tf.Tensor:
+        def meet() -> None:
             settle()
             self._at.assign(_NEVER)
             state = [*group.variables, *tf_variables(group.optimizer().variables)]
-            return group.meet([variable.read_value() for variable in state])
+            group.meet([variable.read_value() for variable in state])
 
         with tf.device("/cpu:0"):
             is_due = tf.equal(group.step, self._at)
-        tf.cond(is_due, meet, lambda: tf.constant(0, tf.int64))
+        when(is_due, meet)

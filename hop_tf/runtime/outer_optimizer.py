@@ -41,6 +41,7 @@ References:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import keras
@@ -51,6 +52,7 @@ from hop_tf.keras_hook.optimizers import clipped
 from hop_tf.keras_hook.updates import as_own_updates, update
 from hop_tf.runtime.deltas import DeltaTracker, ValueHistory, assign_all, read_all
 from hop_tf.tensors import payloads
+from hop_tf.tensors.joined import JoinedVariables
 
 # kappa, T_1 (for skewed shards 1), and T_2, in steps. They were chosen for a perceptron with momentum 0.9.
 _KAPPA, _T_1, _T_2 = 0.5, 10, 40
@@ -60,7 +62,7 @@ class OuterOptimizer:
     """The merged values of some variables, and this rank's own changes in addition.
 
     Args:
-      variables: The variables. The trained ones come first.
+      variables: The variables, which may be `JoinedVariables`. The trained ones come first.
       values: Their values before the first change, equal on all ranks.
       num_trained: Number of trained variables. A Keras outer optimizer moves these only. Means are added to the others.
       max_newer: Largest number of windows that may have ended when an older one is merged.
@@ -74,7 +76,7 @@ class OuterOptimizer:
 
     def __init__(
         self,
-        variables: Sequence[tf.Variable],
+        variables: Sequence[tf.Variable | JoinedVariables],
         values: Sequence[tf.Tensor],
         *,
         num_trained: int,
@@ -89,7 +91,9 @@ class OuterOptimizer:
         self._changes = DeltaTracker(variables, values)
         self._own = ValueHistory(variables, max_newer + skewed_shards)
         with tf.init_scope(), tf.device("/cpu:0"):
-            kappas = tf.Variable(tf.fill([num_trained], _KAPPA), trainable=False, name="hop_tf_kappas")
+            # One for each trained variable, also of those that are joined.
+            self._num_kappas = sum(map(_num_members, variables[:num_trained]))
+            kappas = tf.Variable(tf.fill([self._num_kappas], _KAPPA), trainable=False, name="hop_tf_kappas")
         self._kappas = ValueHistory([kappas], max_newer + 1 if gently else 0)
         self._t_1 = 1 if skewed_shards else _T_1
         # Names are the same where the step is traced within a condition, as that of a rank that joins.
@@ -118,7 +122,7 @@ class OuterOptimizer:
         """Emits the ops that set the merged values to the variables' present values. No change is in flight then."""
         self._changes.reset()
         for merged, variable in zip(self._merged, self._variables, strict=True):
-            merged.assign(tf.cast(variable, merged.dtype))
+            merged.assign(tf.cast(variable.read_value(), merged.dtype))
         self._stop_approach()
 
     def multiply(self, factor: tf.Tensor) -> None:
@@ -132,8 +136,8 @@ class OuterOptimizer:
 
         Args:
           choose: As for `DeltaTracker.take`, for the trained variables. Other changes count in a later window.
-          assigned: For each trained variable, True if the program has assigned it in the window (`note_assigned`).
-            Default: none.
+          assigned: For each trained variable, those that are joined one by one, True if the program has assigned it in
+            the window (`note_assigned`). Default: none.
 
         Returns:
           This rank's changes of each variable.
@@ -147,7 +151,7 @@ class OuterOptimizer:
         self._own.push(own)
         if self._slow:
             with tf.device("/cpu:0"):
-                kappas = tf.fill([self._num_trained], _KAPPA)
+                kappas = tf.fill([self._num_kappas], _KAPPA)
                 self._kappas.push([kappas if assigned is None else tf.where(assigned, 1.0, kappas)])
         return own
 
@@ -214,22 +218,22 @@ class OuterOptimizer:
           num_newer: The number of windows that have ended after it.
         """
         with tf.device("/cpu:0"):
-            kappas = tf.unstack(*self._kappas.at(num_newer), self._num_trained)
-        _add(self._slow, [tf.cast(kappa, mean.dtype) * mean for kappa, mean in zip(kappas, means, strict=False)])
+            (kappas,) = self._kappas.at(num_newer)
+        _add(self._slow, self._scaled(kappas, means[: self._num_trained]))
 
-    def note_assigned(self, are_assigned: Sequence[bool | tf.Tensor], num_in_flight: int | tf.Tensor) -> None:
+    def note_assigned(self, are_assigned: tf.Tensor, num_in_flight: int | tf.Tensor) -> None:
         """Emits the ops that make variables stay that the program has assigned: no distance to a target remains.
 
         Args:
-          are_assigned: For each trained variable, true if it was assigned.
+          are_assigned: As `assigned` of `take`.
           num_in_flight: As of `give`.
         """
         merged = read_all(self._merged)
         with tf.device("/cpu:0"):
-            rest = [tf.unstack(1 - kappas, self._num_trained) for (kappas,) in reversed(self._kappas.all())]
-        whole, slow = (self._own.add_newest(num_in_flight, merged, factors) for factors in ((), rest))
+            rest = [functools.partial(self._scaled, 1 - kappas) for (kappas,) in reversed(self._kappas.all())]
+        whole, slow = (self._own.add_newest(num_in_flight, merged, scales) for scales in ((), rest))
         known = self._changes.known()
-        for i, is_assigned in enumerate(are_assigned):
+        for i, is_assigned in enumerate(map(_spread, self._variables, self._parts(are_assigned))):
             whole[i] = tf.where(is_assigned, tf.cast(whole[i], known[i].dtype), known[i])
             self._slow[i].assign(tf.where(is_assigned, slow[i], self._slow[i]))
         self._changes.count_from(dict(enumerate(whole[: self._num_trained])))
@@ -243,18 +247,31 @@ class OuterOptimizer:
           follows_take: As of `give`.
         """
         with tf.device("/cpu:0"):
-            kappas = [tf.unstack(each, self._num_trained) for (each,) in reversed(self._kappas.all())]
+            kappas = [each.read_value() for (each,) in reversed(self._kappas.all())]
+            rest = 1 - kappas[0]
             a_1, a_2 = (_part(steps, interval) for steps in (self._t_1, _T_2))
-        num, newest = self._num_trained, self._own.all()[-1]
+        num = self._num_trained
+        newest = self._scaled(rest, self._own.all()[-1][:num])
         known = self._changes.known()
         values = read_all(self._merged)
         moves = [tf.cast(a_2, slow.dtype) * (value - slow) for slow, value in zip(self._slow, values, strict=False)]
         values[:num] = [slow.assign_add(move) for slow, move in zip(self._slow, moves, strict=True)]
-        values = self._own.add_newest(num_in_flight, values, kappas)
+        scales = [functools.partial(self._scaled, each) for each in kappas]
+        values = self._own.add_newest(num_in_flight, values, scales)
         for i, move in enumerate(moves):
-            weights = tf.cast(known[i], move.dtype) - tf.cast(1 - kappas[0][i], move.dtype) * newest[i] + move
+            weights = tf.cast(known[i], move.dtype) - newest[i] + move
             values[i] = weights + tf.cast(a_1, move.dtype) * (values[i] - weights)
         self._assign(values, follows_take)
+
+    def _scaled(self, factors: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The values, scaled by a factor for each trained variable. Those of other variables stay."""
+        scaled = [_scaled(*each) for each in zip(self._variables, self._parts(factors), values, strict=False)]
+        return [*scaled, *values[self._num_trained :]]
+
+    def _parts(self, values: tf.Tensor) -> list[tf.Tensor]:
+        """Splits one value for each trained variable: those of joined variables stay together."""
+        with tf.device("/cpu:0"):
+            return tf.split(values, list(map(_num_members, self._variables[: self._num_trained])))
 
     def _stop_approach(self) -> None:
         assign_all(self._slow, self._merged[: len(self._slow)])
@@ -273,6 +290,24 @@ class OuterOptimizer:
         _add(self._merged[self._num_trained :], means[self._num_trained :])
 
 
+def _num_members(variable: tf.Variable | JoinedVariables) -> int:
+    return len(variable.variables) if isinstance(variable, JoinedVariables) else 1
+
+
+def _spread(variable: tf.Variable | JoinedVariables, values: tf.Tensor) -> tf.Tensor:
+    """The value of a variable as a scalar. For joined variables, a value at each place."""
+    return variable.spread(values) if isinstance(variable, JoinedVariables) else values[0]
+
+
+def _scaled(variable: tf.Variable | JoinedVariables, factors: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    factors = tf.cast(factors, value.dtype)
+    if not isinstance(variable, JoinedVariables):
+        return factors[0] * value
+    with tf.device("/cpu:0"):
+        are_equal = tf.reduce_all(factors == factors[0])  # As long as the program assigns nothing.
+    return tf.cond(are_equal, lambda: factors[0] * value, lambda: variable.spread(factors) * value)
+
+
 def _add(variables: Sequence[tf.Variable], values: Sequence[tf.Tensor]) -> None:
     for variable, value in zip(variables, values, strict=True):
         variable.assign_add(value)
@@ -289,12 +324,12 @@ def _copy(variable: tf.Variable) -> tf.Variable:
         return tf.Variable(variable.read_value(), trainable=False, name="hop_tf_slow")
 
 
-def dtype_of_sums(variable: tf.Variable) -> tf.DType:
+def dtype_of_sums(variable: tf.Variable | JoinedVariables) -> tf.DType:
     """The type for sums of a variable's changes: at least float32, because smaller types lose small changes."""
     return variable.dtype if variable.dtype.size >= 4 else tf.float32
 
 
-def _merged(variable: tf.Variable, value: tf.Tensor) -> keras.Variable:
+def _merged(variable: tf.Variable | JoinedVariables, value: tf.Tensor) -> keras.Variable:
     dtype = dtype_of_sums(variable)
     with tf.device(variable.device):
         return keras.Variable(tf.cast(value, dtype), dtype=dtype.name, trainable=False, name="hop_tf_merged")

@@ -21,14 +21,12 @@ from hop_tf.errors import HopError, PeerFailedError, PeerLostError
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.shuffling import draw_seed
-from hop_tf.membership import Membership
+from hop_tf.membership import Membership, Rounds
 from hop_tf.membership.monitor import ThreadMonitor
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.deltas import DeltaTracker
-from hop_tf.runtime.epoch_agreement import QUEUE as EPOCHS_QUEUE
-from hop_tf.runtime.epoch_agreement import EpochAgreement
 from hop_tf.runtime.epoch_ends import EpochEnds
 from hop_tf.runtime.exchange import Exchange, ExchangeRunner
 from hop_tf.runtime.finite import FiniteCheck
@@ -38,11 +36,7 @@ from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.rank_collectives import RankCollectives, all_ranks_call
 from hop_tf.runtime.replica_state import ReplicaState, describe_optimizer, sign, spec_of
 from hop_tf.runtime.report import StepStatistics
-from hop_tf.runtime.shares import QUEUE as SHARES_QUEUE
-from hop_tf.runtime.shares import ShareAgreement
 from hop_tf.runtime.stalls import StallReport
-from hop_tf.runtime.stop_agreement import QUEUE as STOPS_QUEUE
-from hop_tf.runtime.stop_agreement import StopAgreement
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.tensors.page_lock import PageLock
@@ -84,9 +78,8 @@ class RankRuntime:
     Attributes:
       membership: The ranks that take part.
       collectives: Operations that all ranks call together.
-      epochs: Exchanges values between ranks at the end of an epoch.
       epoch_ends: Agrees on metrics and stops at the end of an epoch.
-      share_agreement: Brings all ranks the same shares of a batch; None if shares do not change.
+      share_rounds: The rounds in which rank 0 decides on shares of a batch; None if shares do not change.
       first_batches: Checks that ranks train on the same data.
       finite_check: Checks that this rank sends finite values.
 
@@ -145,11 +138,9 @@ class RankRuntime:
         state = ReplicaState(on_state_taken)
         self._joining = Joining(self.membership, state, options.timeout_seconds)
         self.collectives = RankCollectives(self.membership, self._joining, state, self._pool)
-        self.epochs = EpochAgreement(self.membership, rounds_made=self._rounds_made, has_begun=self._has_begun)
-        self._stops = StopAgreement(self.membership, self.epochs)
-        self.epoch_ends = EpochEnds(self.membership, self.epochs, self._stops)
+        self.epoch_ends = EpochEnds(self.membership, progress=self._rounds_made, has_passed=self._has_begun)
         is_automatic = shares is not None and shares.is_automatic
-        self.share_agreement = ShareAgreement(self.membership, shares) if is_automatic else None
+        self.share_rounds = Rounds(self.membership, "batch shares", root=0) if is_automatic else None
         self.first_batches = FirstBatches(self.membership)
         self.finite_check = FiniteCheck(self.membership, raises=options.on_nonfinite == "raise")
         self._in_session = False
@@ -170,11 +161,10 @@ class RankRuntime:
         """True if this process was started again, and does not take part in the running session yet."""
         return self.membership.joining
 
-    def begin_session(self, *, agrees_on_epochs: bool = False, claims: Iterable[str] = ()) -> None:
+    def begin_session(self, claims: Iterable[str] = ()) -> None:
         """Enters the next session. See `Membership.begin_session`.
 
         Args:
-          agrees_on_epochs: True if this rank agrees with others when an epoch ends.
           claims: Names that this rank claims for itself. `membership.owners` tells the rank that gets each name.
         """
         self.membership.check()
@@ -189,16 +179,20 @@ class RankRuntime:
             group.exchange.reset(session)
             group.step.assign(0)
         self.first_batches.reset()
-        self.epochs.reset(session, takes_part=agrees_on_epochs)
-        self._stops.reset(session)
-        if self.share_agreement is not None:
-            self.share_agreement.reset(session)
+        self._reset_rounds(session)
         self.collectives.begin_session()
         self._in_session = True  # Others count on this rank from now on, even if it fails to enter.
         with all_ranks_call("`fit`, or a custom loop's first step"):
             self.membership.begin_session(draw_seed(session), claims)
-        if self._recorder is not None and self.membership.session != session:  # This rank joins a later session.
-            self._recorder.begin_session(self.membership.session)
+        if self.membership.session != session:  # This rank joins a later session.
+            self._reset_rounds(self.membership.session)
+            if self._recorder is not None:
+                self._recorder.begin_session(self.membership.session)
+
+    def _reset_rounds(self, session: int) -> None:
+        self.epoch_ends.reset(session)
+        if self.share_rounds is not None:
+            self.share_rounds.reset(session)
 
     def _retire_groups(self) -> None:
         """Ends the groups of optimizers that are gone, as after a new `compile`, when no rank needs them any longer."""
@@ -245,9 +239,8 @@ class RankRuntime:
         broken = stuck is not None or is_of_job or not isinstance(self.membership.failure, PeerFailedError | None)
         self.membership.leave(
             sent_rounds={
-                EPOCHS_QUEUE: self.epochs.sent_rounds,
-                STOPS_QUEUE: self._stops.sent_rounds,
-                SHARES_QUEUE: 0 if self.share_agreement is None else self.share_agreement.sent_rounds,
+                **self.epoch_ends.sent_rounds,
+                **({} if self.share_rounds is None else {self.share_rounds.name: self.share_rounds.sent_rounds}),
                 **self.collectives.sent_rounds,
                 **{group.name: group.exchange.sent_rounds for group in self._groups},
             },
@@ -270,14 +263,8 @@ class RankRuntime:
         """
         for group in self._groups:
             group.runner.drain(self._options.progress_timeout_seconds)
-        session = self.membership.session
         self._joining.begin_again()
-        self.epoch_ends.end_agreement()
-        self.epochs.reset(session, takes_part=self.epochs.takes_part)
-        self._stops.reset(session)
-        if self.share_agreement is not None:
-            self.share_agreement.reset(session)
-            self.share_agreement.takes_part = False
+        self._reset_rounds(self.membership.session)
         for group in self._groups:
             group.step.assign_add(1)  # Like a new process, skip one step, then ask for the others' position.
 
@@ -400,7 +387,7 @@ class RankRuntime:
             joining=self._joining,
             on_nonfinite=self.finite_check.note,
             recorder=self._recorder,
-            epochs=self.epochs,
+            rounds=self.epoch_ends.rounds,
         )
         with tf.init_scope(), tf.device("/cpu:0"):
             # A rank that is joining skips one step before it asks for the others' position.
@@ -438,7 +425,7 @@ class RankRuntime:
         return {group.name: group.exchange.number_of(int(group.step)) for group in self._groups}
 
     def _has_begun(self, rounds: Mapping[str, int]) -> bool:
-        """See `EpochAgreement`."""
+        """See `Rounds`."""
         # Of a copy: another thread may add a group meanwhile.
         return any(group.runner.begun_step >= rounds.get(group.name, math.inf) for group in list(self._groups))
 

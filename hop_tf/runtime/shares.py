@@ -8,9 +8,8 @@ the same step.
 
 from __future__ import annotations
 
-import contextlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -18,11 +17,8 @@ from absl import logging
 
 from hop_tf.codecs import Codec, Identity
 from hop_tf.keras_hook.shares import BatchShares
-from hop_tf.membership import LeftBehind, Membership, SessionQueue
+from hop_tf.membership import Rounds
 from hop_tf.tensors.packing import TensorSpec
-from hop_tf.transport.base import Message
-
-QUEUE = "batch_shares"
 
 # Steps before ranks agree for the first time in a `fit`, and the least number of steps for a measurement.
 WARMUP_STEPS = 16
@@ -33,10 +29,7 @@ _NUM_LATEST = 64
 _TOTAL = 1 << 16
 _TOLERANCE = 0.03
 
-# The position of a rank that no longer agrees.
-_ENDED = 1 << 62
-_MEASURED = struct.Struct("<qd")  # The position, and seconds per row; 0 if not known.
-_POSITION = struct.Struct("<q")  # In a decision the shares follow.
+_SECONDS = struct.Struct("<d")
 _SHARE = np.dtype("<i8")
 
 
@@ -135,128 +128,31 @@ def shares_of(seconds_per_row: Mapping[int, float], shares: Sequence[int]) -> li
     return [max(1, round(_TOTAL * part)) for part in new]
 
 
-class ShareAgreement:
-    """Brings all ranks the shares that rank 0 makes from their measurements.
+def agree_on_shares(rounds: Rounds, position: int, shares: BatchShares, seconds_per_row: float) -> None:
+    """Assigns the shares that rank 0 makes from all ranks' measurements. Called between two steps.
 
     Ranks agree at *positions* of a `fit`: 1 after the first steps of the first epoch, and 2 e when epoch e begins.
-    Ranks do not wait for a rank that has left. If rank 0 has left, shares stay as they are. A process that was started
-    again takes no part in the running `fit`, but takes shares that come.
+    If rank 0 has left, shares stay as they are.
 
     Args:
-      membership: Waiting and transport.
+      rounds: The rounds, in which rank 0 decides.
+      position: See above.
       shares: The shares to agree on.
+      seconds_per_row: This rank's measurement; 0.0 without one.
 
-    Attributes:
-      takes_part: True if this rank reports its measurements in the running session.
-      sent_rounds: The position after the last one that this rank has sent to others in the running session.
+    Blocks: as `Rounds.decide` does.
+
+    Raises:
+      HopError: As `Membership.wait` does.
     """
 
-    def __init__(self, membership: Membership, shares: BatchShares):
-        self._membership = membership
-        self._shares = shares
-        self._others = [rank for rank in range(membership.world_size) if rank != membership.rank]
-        self._queue = SessionQueue(membership, QUEUE, membership.session)
-        self._measured: dict[int, tuple[int, float]] = {}  # By rank: the latest position, and seconds per row.
-        self._decided: tuple[int, list[int]] = (0, [])
-        self._incarnations: dict[int, int] = {}
-        self.takes_part = True
-        self.sent_rounds = 0
-        self._queue.start(self._on_message)
+    def choose(measured: Mapping[int, bytes]) -> bytes:
+        seconds = {rank: _SECONDS.unpack(data)[0] for rank, data in measured.items()}
+        return np.array(shares_of(seconds, shares.of_ranks), _SHARE).tobytes()
 
-    def reset(self, session: int) -> None:
-        """Forgets everything, for a session that this rank is about to enter."""
-        with self._membership.monitor:
-            self._queue.session = session
-            self._measured.clear()
-            self._decided = (0, [])
-            self._incarnations = {rank: self._membership.incarnation_of(rank) for rank in self._others}
-            self.sent_rounds = 0
-
-    def agree(self, position: int, seconds_per_row: float) -> None:
-        """Assigns the shares that all ranks get. Called between two steps.
-
-        Args:
-          position: See above.
-          seconds_per_row: This rank's measurement; 0.0 without one.
-
-        Blocks: until all ranks that take part have called this, and rank 0's answer has come.
-
-        Raises:
-          HopError: As `Membership.wait` does.
-        """
-        with contextlib.suppress(LeftBehind):  # Then it keeps the shares that it knows.
-            if self.takes_part and self._membership.rank == 0:
-                self._decide(position, seconds_per_row)
-            elif self.takes_part:
-                self._send(0, _MEASURED.pack(position, seconds_per_row), position)
-                self._wait(lambda: [0] if self._decided[0] < position and self._counts(0, position) else [], position)
-        self._assign()
-
-    def end(self) -> None:
-        """Ends this rank's part in the session's agreements, so that no rank waits for it while it waits for them."""
-        if not self.takes_part:
-            return
-        if self._membership.rank == 0:
-            self._tell(_ENDED, self._shares.of_ranks, self.sent_rounds)
-        else:
-            self._send(0, _MEASURED.pack(_ENDED, 0.0), self.sent_rounds)
-
-    def _decide(self, position: int, seconds_per_row: float) -> None:
-        decided, _ = self._decided
-
-        def missing() -> list[int]:
-            # A rank that waits for a decision counts, even at an earlier position: epochs may be shorter here.
-            known = self._measured
-            return [r for r in self._others if known.get(r, (0,))[0] <= decided and self._counts(r, position)]
-
-        self._wait(missing, position)
-        with self._membership.monitor:
-            of_ranks = {rank: seconds for rank, (at, seconds) in self._measured.items() if at < _ENDED}
-            of_ranks = {rank: seconds for rank, seconds in of_ranks.items() if self._is_there(rank)}
-        self._decided = position, shares_of({0: seconds_per_row, **of_ranks}, self._shares.of_ranks)
-        self._tell(*self._decided, position)
-
-    def _tell(self, position: int, shares: Sequence[int], number: int) -> None:
-        """Sends rank 0's decision to all."""
-        header = _POSITION.pack(position) + np.array(shares, _SHARE).tobytes()
-        with self._membership.monitor:
-            present = [rank for rank in self._others if self._membership.departure(rank) is None]
-        for rank in present:
-            self._send(rank, header, number)
-
-    def _assign(self) -> None:
-        with self._membership.monitor:
-            _, shares = self._decided
-        if shares and shares != self._shares.of_ranks:
-            self._shares.assign(shares)
-            parts = ", ".join(f"{share / sum(shares):.3f}" for share in shares)
-            logging.info("rank %d: ranks take these parts of a batch from now on: %s.", self._membership.rank, parts)
-
-    def _send(self, rank: int, header: bytes, number: int) -> None:
-        if self._membership.rank == 0 or self._counts(rank, number):
-            self._membership.transport.connect(rank)  # From now on its silence counts.
-            self._queue.send(rank, header, step=number)
-        with self._membership.monitor:
-            self.sent_rounds = number + 1
-
-    def _wait(self, missing: Callable[[], list[int]], position: int) -> None:
-        self._membership.wait(missing, operation="agree on batch shares", step=position)
-
-    def _is_there(self, rank: int) -> bool:
-        is_new = self._membership.incarnation_of(rank) != self._incarnations[rank]
-        return not is_new and self._membership.departure(rank) is None
-
-    def _counts(self, rank: int, position: int) -> bool:
-        """True if `rank` takes part. Called with the monitor held, or where a race does no harm."""
-        is_new = self._membership.incarnation_of(rank) != self._incarnations[rank]
-        return not is_new and self._membership.delivers(rank, QUEUE, position)
-
-    def _on_message(self, message: Message) -> None:
-        header = message.header
-        if message.sender == 0 and len(header) == _POSITION.size + self._membership.world_size * _SHARE.itemsize:
-            (position,) = _POSITION.unpack_from(header)
-            self._decided = position, np.frombuffer(header, _SHARE, offset=_POSITION.size).tolist()
-        elif self._membership.rank == 0 and len(header) == _MEASURED.size:
-            self._measured[message.sender] = _MEASURED.unpack(header)
-        else:
-            raise message.unexpected()
+    decision = rounds.decide(position, _SECONDS.pack(seconds_per_row), choose)
+    new = shares.of_ranks if decision is None else np.frombuffer(decision, _SHARE).tolist()
+    if new != shares.of_ranks:
+        shares.assign(new)
+        parts = ", ".join(f"{share / sum(new):.3f}" for share in new)
+        logging.info("rank %d: ranks take these parts of a batch from now on: %s.", rounds.rank, parts)

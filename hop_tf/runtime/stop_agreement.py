@@ -8,56 +8,46 @@ number, and stop.
 
 from __future__ import annotations
 
-import contextlib
 import struct
-from collections.abc import Callable
 
-from hop_tf.membership import LeftBehind, Membership, SessionQueue
-from hop_tf.runtime.epoch_agreement import EpochAgreement
-from hop_tf.transport.base import Message
+from hop_tf.membership import Membership, Rounds
 
-QUEUE = "stops"
 _BEGUN = struct.Struct("<q")
+_ROUND = 0  # There is one in a session.
 
 
 class StopAgreement:
     """Agrees on the last step of a `fit` when a rank asks for it.
 
-    Ranks do not wait for a rank that has left, or has made all of its steps. While no rank asks, a step costs a
-    comparison without a lock, and no message.
+    Ranks do not wait for a rank that has left. While no rank asks, a step costs a comparison without a lock, and no
+    message.
 
     Args:
       membership: Waiting and transport.
-      epochs: Knows which ranks take part.
 
     Attributes:
       num_begun: Number of steps of the running `fit` that this rank has begun.
+      rounds: The round of the numbers of begun steps.
     """
 
-    def __init__(self, membership: Membership, epochs: EpochAgreement):
-        self._membership = membership
-        self._epochs = epochs
-        self._queue = SessionQueue(membership, QUEUE, membership.session)
-        self._told: dict[int, int] = {}  # By rank: its number of begun steps when it heard of the stop.
+    def __init__(self, membership: Membership):
+        self._monitor = membership.monitor
+        self._told: int | None = None  # The number of begun steps when this rank heard of the stop.
+        self._last: int | None = None  # The number of steps that ranks have agreed on.
         self.num_begun = 0
-        self._queue.start(self._on_message)
+        self.rounds = Rounds(membership, "the last step", answer=self._tell_begun)
 
     def reset(self, session: int) -> None:
         """Forgets everything, for a session that this rank is about to enter."""
-        with self._membership.monitor:
-            self._queue.session = session
-            self._told.clear()
+        with self._monitor:
+            self.rounds.reset(session)
+            self._told = self._last = None
             self.num_begun = 0
 
     @property
     def is_asked(self) -> bool:
         """True if this rank, or another rank, is to stop."""
-        return self._membership.rank in self._told
-
-    @property
-    def sent_rounds(self) -> int:
-        """For the message with which this rank leaves: the number of messages that it has sent to each other rank."""
-        return int(self.is_asked)
+        return self._told is not None
 
     def begin_steps(self, number: int) -> bool:
         """Counts the next steps as begun. Returns False if this rank has to stop before them.
@@ -70,10 +60,10 @@ class StopAgreement:
         """
         # First count, then check. So a message that comes meanwhile either includes these steps, or is seen here.
         self.num_begun += number
-        if not self._told:
+        if not self.is_asked:
             return True
-        with self._membership.monitor:
-            if not self.is_asked or self._told[self._membership.rank] >= self.num_begun:
+        with self._monitor:
+            if self._told >= self.num_begun:
                 return True  # This rank's own number includes these steps, so the others wait for them.
             self.num_begun -= number
         if self.is_reached():
@@ -83,15 +73,12 @@ class StopAgreement:
 
     def end_epoch(self, num_made: int) -> None:
         """Corrects the count at the end of an epoch: the data may have ended before a step that counted as begun."""
-        with self._membership.monitor:
+        with self._monitor:
             self.num_begun = num_made
 
     def ask(self) -> None:
         """Called when this rank is to stop. Does not block for long."""
-        with self._membership.monitor:
-            tell = None if self.is_asked else self._note_own()
-        if tell is not None:
-            tell()
+        self.rounds.begin(_ROUND)
 
     def is_reached(self) -> bool:
         """True if this rank has made the last step that ranks have agreed on. Called only if `is_asked`.
@@ -101,33 +88,11 @@ class StopAgreement:
         Raises:
           HopError: As `begin_steps` does.
         """
-        with contextlib.suppress(LeftBehind):  # Then this rank uses the numbers that it has heard.
-            self._membership.wait(
-                lambda: [rank for rank in self._epochs.others if rank not in self._told and self._takes_part(rank)],
-                operation="agree on the last step",
-                step=self.num_begun,
-            )
-        with self._membership.monitor:
-            return self.num_begun >= max(self._told.values())
+        if self._last is None:
+            self._last = max(_BEGUN.unpack(data)[0] for data in self.rounds.collect(_ROUND).values())
+        return self.num_begun >= self._last
 
-    def _takes_part(self, rank: int) -> bool:
-        return not self._epochs.has_ended(rank) and self._membership.delivers(rank, QUEUE, 0)
-
-    def _note_own(self) -> Callable[[], None]:
-        """Records the number of begun steps. Returns a function that tells the others. The monitor must be held."""
-        num_begun = self._told[self._membership.rank] = self.num_begun
-        ranks = [rank for rank in self._epochs.others if self._takes_part(rank)]
-
-        def tell() -> None:
-            for rank in ranks:
-                self._membership.transport.connect(rank)  # From now on its silence counts.
-                # Not interruptible: if this rank leaves meanwhile, the thread that takes messages must go on.
-                self._queue.send(rank, _BEGUN.pack(num_begun), step=num_begun, interruptible=False)
-
-        return tell
-
-    def _on_message(self, message: Message) -> Callable[[], None] | None:
-        if len(message.header) != _BEGUN.size:
-            raise message.unexpected()
-        (self._told[message.sender],) = _BEGUN.unpack(message.header)
-        return None if self.is_asked or not self._epochs.takes_part else self._note_own()
+    def _tell_begun(self) -> bytes:
+        """Called with the monitor held, when this rank or another one is the first to stop."""
+        self._told = self.num_begun
+        return _BEGUN.pack(self._told)

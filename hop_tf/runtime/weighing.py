@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace
-from hop_tf.runtime.shares import WARMUP_STEPS, RowStatistics, ShareAgreement
+from hop_tf.membership import Rounds
+from hop_tf.runtime.shares import WARMUP_STEPS, RowStatistics, agree_on_shares
 
 
 class RowWeighing:
@@ -19,7 +20,7 @@ class RowWeighing:
 
     def __init__(self, shares: BatchShares):
         self._shares = shares
-        self._agreement: ShareAgreement | None = None
+        self._rounds: Rounds | None = None
         self._rows_before = 0.0  # Rows before the running epoch.
         self._num_epochs, self._has_warmed_up = 0, False  # Epochs that have begun in the running `fit`.
 
@@ -28,13 +29,11 @@ class RowWeighing:
         """The counts. Not created in the constructor: programs may still choose their devices."""
         return RowStatistics()
 
-    def begin_fit(self, agreement: ShareAgreement | None, *, takes_part: bool) -> None:
-        """Called when a `fit` begins. `agreement` is None if shares do not change. It gets the value `takes_part`."""
+    def begin_fit(self, rounds: Rounds | None) -> None:
+        """Called when a `fit` begins. `rounds` is None if shares do not change."""
         self._num_epochs, self._has_warmed_up = 0, False
         self._rows_before = float(self._statistics.total)
-        self._agreement = agreement
-        if agreement is not None:
-            agreement.takes_part = takes_part
+        self._rounds = rounds
 
     def begin_epoch(self, *, agrees: bool) -> None:
         """Called when an epoch begins. Lets ranks agree on shares before, except for the first epoch."""
@@ -50,13 +49,13 @@ class RowWeighing:
                 self._agree(1)
 
     def _agree(self, position: int) -> None:
-        if self._agreement is not None:
-            self._agreement.agree(position, self._statistics.take_seconds_per_row())
+        if self._rounds is not None:
+            agree_on_shares(self._rounds, position, self._shares, self._statistics.take_seconds_per_row())
 
     def end_fit(self) -> None:
         """Called when this rank has made its last step of a `fit`."""
-        if self._agreement is not None:
-            self._agreement.end()
+        if self._rounds is not None:
+            self._rounds.end()
 
     def take_weight(self) -> float:
         """This rank's weight in the means of an epoch's metrics: the rows that it has trained on, at least 1."""

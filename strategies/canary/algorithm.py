@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.deltas import DeltaTracker
@@ -60,7 +61,7 @@ class CanaryAlgorithm(Algorithm):
 
         with tf.device("/cpu:0"):
             is_first = tf.equal(group.step, self._start_step)
-        tf.cond(is_first, start, lambda: None)
+        when(is_first, start)
         changes = dict(zip(exchange.order, self._changes.take(), strict=True))
         for colayer, members in enumerate(exchange.members):
             group.submit([changes[index] for index in members], colayer)

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import slots_of
 
 
@@ -46,4 +47,4 @@ class SlotsBefore:
 
             with tf.device("/cpu:0"):
                 is_dropped = num_left <= colayer
-            tf.cond(is_dropped, undo, lambda: None)
+            when(is_dropped, undo)

@@ -37,7 +37,7 @@ from hop_tf.arguments import identity_of
 from hop_tf.collectives import ALGORITHMS, AllReduce
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Exchange
 from hop_tf.runtime.gradient_algorithm import GradientAlgorithm
@@ -227,11 +227,10 @@ class CanaryStrategy(ExchangeStrategy):
 
     def _tell(self, way: Way, width: int, text: str) -> None:
         """Reports the ranks' choice. A mesh and a ring use one interface."""
-        arguments = {"consistency": "bsp", "algorithm": way.algorithm}
+        arguments: dict[str, object] = {"algorithm": way.algorithm}
         if way.algorithm in ALGORITHMS and self._num_interfaces > 1:
             arguments["interfaces"] = list(self._options.interfaces[:1])
-        call = write_call("CanaryStrategy", **arguments)
-        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief)
+        tell_choice(self._recorder, way, text, arguments=arguments, is_chief=self.is_chief)
 
     @property
     def _chooses(self) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import ema_overwrite_frequency, is_adaptive, iterations_variable, tf_variables
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
@@ -68,6 +69,7 @@ class DTSAlgorithm(Algorithm):
         self._first_iteration = 0  # The optimizer's count of steps at the begin of the running `fit`.
         # Variables of 16 bits round small moves away. So such weights would never approach their targets.
         self._may_merge_gently = self._settings.may_merge_gently and all(v.dtype.size >= 4 for v in group.trained)
+        self._operands = group.operands(joined=self._may_join)
         self._outer = self._make_outer()
         self._lengths = self._make_lengths()
         self._meeting = Meeting(group)
@@ -92,11 +94,16 @@ class DTSAlgorithm(Algorithm):
         lengthens = self._settings.may_lengthen and makes_steps_only and world_size > 1
         return StepLengths(self._settings.num_slots, world_size) if lengthens else None
 
+    @property
+    def _may_join(self) -> bool:
+        """True if the rule is the same for all values: variables with few values then cost little."""
+        return self._outer_optimizer() is None and self._settings.selection is None
+
     def _make_outer(self) -> OuterOptimizer:
         return OuterOptimizer(
-            self.group.variables,
-            self.group.context.values(),
-            num_trained=self.group.num_trained,
+            self._operands.variables,
+            self._operands.join(self.group.context.values()),
+            num_trained=self._operands.num_trained,
             max_newer=self._settings.num_slots - 1,
             optimizer=self._outer_optimizer(),
             gently=self._may_merge_gently,
@@ -146,13 +153,14 @@ class DTSAlgorithm(Algorithm):
             self._outer.multiply(self._lengths.factor(assigned))
         changes, weight = self._outer.take(choose, assigned), tf.constant([float(counts)])
         if self._lengths is not None:
-            self._lengths.submit(window, changes[: self.group.num_trained], assigned)
+            self._lengths.submit(window, changes[: self._operands.num_trained], assigned)
         if self._shares is not None and counts:
             rows = self._rows.take()
             changes, weight = [change * tf.cast(rows, change.dtype) for change in changes], weight * rows
-        beside = self.group.packing.specs[len(changes) : -1]
+        packing = self._operands.packing
+        beside = packing.specs[len(changes) : -1]
         changes = [*changes, *(tf.zeros(spec.shape) for spec in beside)]  # The exchange fills them in.
-        self.group.submit([*changes, weight], step=window)
+        self.group.submit([*changes, weight], step=window, packing=packing)
 
     def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
         """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.
@@ -213,7 +221,7 @@ class DTSAlgorithm(Algorithm):
         Returns:
           The mean changes, and the width that ranks have chosen, or 0.
         """
-        (*means, share), _ = self.group.collect([], step=window)
+        (*means, share), _ = self.group.collect([], step=window, packing=self._operands.packing)
         width = tf.constant(0, tf.int64)
         if self.exchange.tuner is not None:
             *means, chosen = means
@@ -227,7 +235,7 @@ class DTSAlgorithm(Algorithm):
         self._pass_window(schedule.interval if num_steps is None else num_steps)
         means = self._outer.merge(means, share[0])
         if self._lengths is not None:
-            self._lengths.merge(window, means[: self.group.num_trained])
+            self._lengths.merge(window, means[: self._operands.num_trained])
         return means, width
 
     def _pass_window(self, num_steps: int | tf.Tensor) -> None:
@@ -241,7 +249,8 @@ class DTSAlgorithm(Algorithm):
                 delay, interval = (tf.cast(each, tf.float32) for each in (schedule.delay, schedule.interval))
                 return momentum**delay / interval
 
-        add_to_velocities(self.group, self._outer.apart(means, num_newer), factor_of)
+        moves = self._operands.split(self._outer.apart(means, num_newer))
+        add_to_velocities(self.group, moves, factor_of)
 
     def _approach(self, num_steps: tf.Tensor) -> None:
         """Emits the operations that move weights towards the merged values at the end of a window."""
@@ -292,16 +301,15 @@ class DTSAlgorithm(Algorithm):
         schedule = self.known_schedule(num_steps + 1)
         if self._merges_gently(schedule):
             num_in_flight = len(schedule.in_flight(num_steps))
-            self._outer.note_assigned(are_assigned, num_in_flight)
+            self._outer.note_assigned(tf.constant(are_assigned), num_in_flight)
 
     def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             now = self.group.read_step()
             schedule = self.schedule_at(now + 1)
             num_in_flight = schedule.num_ended(now) - _num_merged(schedule, now)
-            of_variables = tf.unstack(are_assigned, self.group.num_trained)
         self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
-        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(of_variables, num_in_flight))
+        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(are_assigned, num_in_flight))
         return tf.constant(True)
 
     # The schedule.
@@ -408,19 +416,3 @@ class DTSAlgorithm(Algorithm):
 def _num_merged(schedule: Schedule, num_steps: tf.Tensor) -> tf.Tensor:
     """The number of windows that are merged when `num_steps` steps are complete."""
     return schedule.num_ended(tf.maximum(schedule.first_step, num_steps - schedule.delay))
-
-
-def _nothing() -> None:
-    """Emits nothing."""
-
-
-def when(condition: bool | tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] = _nothing) -> None:
-    """Emits operations that run if `condition` holds, and others that run if it does not."""
-    if isinstance(condition, bool):
-        (emit if condition else otherwise)()
-        return
-
-    def run(emit: Callable[[], object]) -> None:
-        emit()
-
-    tf.cond(condition, functools.partial(run, emit), functools.partial(run, otherwise))

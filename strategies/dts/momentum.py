@@ -26,10 +26,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import Descent, descent_of, innermost, weight_decays
 from hop_tf.runtime.deltas import read_all
 from hop_tf.runtime.outer_optimizer import OuterOptimizer
-from hop_tf.strategies.dts.algorithm import DTSAlgorithm, when
+from hop_tf.strategies.dts.algorithm import DTSAlgorithm
 from hop_tf.strategies.dts.windows import Schedule
 from hop_tf.tensors.packing import TensorSpec
 
@@ -151,6 +152,10 @@ class MomentumOuterOptimizer(OuterOptimizer):
 
 class MomentumAlgorithm(DTSAlgorithm):
     """`DTSAlgorithm` whose windows change weights and velocities."""
+
+    @property
+    def _may_join(self) -> bool:
+        return False  # Each velocity belongs to a variable.
 
     def _make_outer(self) -> MomentumOuterOptimizer:
         group = self.group

@@ -29,7 +29,7 @@ from hop_tf.collectives import ALGORITHMS
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.autotuning import Autotuner
-from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.replica_state import describe_optimizer
@@ -249,8 +249,8 @@ class DTSStrategy(ExchangeStrategy):
         """Reports the ranks' choice."""
         schedule = self._settings.schedule_of(width)
         chosen = {"delay": schedule.delay, "interval": schedule.interval}
-        call = write_call("DTSStrategy", **chosen, codec=way.codec, algorithm=way.algorithm)
-        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief, **chosen)
+        arguments = {**chosen, "codec": way.codec, "algorithm": way.algorithm}
+        tell_choice(self._recorder, way, text, arguments=arguments, is_chief=self.is_chief, **chosen)
 
     @property
     def outer_optimizer(self) -> keras.optimizers.Optimizer | None:

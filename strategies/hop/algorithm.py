@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.deltas import read_all
@@ -51,7 +52,7 @@ class HopAlgorithm(Algorithm):
             values = read_all(self.group.variables)
             _, num_skipped = self._average(values, values)
         if self._settings.skip is not None:
-            tf.cond(num_skipped > 0, self._renew, lambda: num_skipped)
+            when(num_skipped > 0, self._renew)
         return num_skipped
 
     def _weigh_step(self, before: Sequence[tf.Tensor], more: tf.Tensor) -> None:
@@ -76,7 +77,7 @@ class HopAlgorithm(Algorithm):
         with tf.device("/cpu:0"):
             is_due = self.group.read_step() % settings.interval == 0
         # Two conditionals: the one that changes variables waits for all earlier reads. Sending need not wait.
-        tf.cond(is_due, lambda: self.group.submit(values, step=self._iteration()), lambda: None)
+        when(is_due, lambda: self.group.submit(values, step=self._iteration()))
         moves, num_skipped = tf.cond(is_due, take, nothing)
         # A constant, so that the host need not wait for the device.
         return moves, tf.constant(0, tf.int64) if settings.skip is None else num_skipped
@@ -102,10 +103,9 @@ class HopAlgorithm(Algorithm):
         self.group.add(changes)
         return changes, num_skipped
 
-    def _renew(self) -> tf.Tensor:
+    def _renew(self) -> None:
         """Before a jump: averages the parameters with newer ones (section 5)."""
         k, values = self._iteration(), read_all(self.group.variables)
         self.group.submit(values, RENEWAL, step=k)
-        changes, num_skipped = self.group.collect(values, RENEWAL, step=k)
+        changes, _ = self.group.collect(values, RENEWAL, step=k)
         self.group.add(changes)
-        return num_skipped

@@ -38,7 +38,7 @@ from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, id
 from hop_tf.collectives import ALGORITHMS
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, loss_scale, use_ema
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradient_algorithm import GradientAlgorithm
 from hop_tf.runtime.gradients import specs_beside
@@ -225,8 +225,9 @@ class PipeSGDStrategy(ExchangeStrategy):
 
     def _tell(self, way: Way, width: int, text: str) -> None:
         """Reports the ranks' choice."""
-        call = write_call("PipeSGDStrategy", codec=way.codec, algorithm=way.algorithm, pipeline_width=width)
-        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief, pipeline_width=width)
+        chosen = {"pipeline_width": width}
+        arguments = {"codec": way.codec, "algorithm": way.algorithm, **chosen}
+        tell_choice(self._recorder, way, text, arguments=arguments, is_chief=self.is_chief, **chosen)
 
     def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
         del trained

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import averages_of, ema_overwrite_frequency
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
@@ -66,7 +67,7 @@ class ShatAlgorithm(Algorithm):
             self._pushes.add(group, step)
             with tf.device("/cpu:0"):
                 window, place = group.read_step() // interval, group.read_step() % interval
-            tf.cond(place == interval - 1, lambda: self._push_window(window), lambda: None)
+            when(place == interval - 1, lambda: self._push_window(window))
         if ema_overwrite_frequency(group.optimizer()):
             # The servers have replaced weights by averages. The worker's optimizer does so next, then without effect.
             for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):

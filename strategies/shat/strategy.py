@@ -34,7 +34,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.options import CommunicationOptions
-from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice, write_call
+from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.group import ExchangeContext, Group
 from hop_tf.runtime.ways import Way
@@ -201,8 +201,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     def _tell(self, way: Way, width: int, text: str) -> None:
         """Reports the choice of this worker."""
-        call = write_call("SHATParameterServerStrategy", codec=way.codec)
-        tell_choice(self._recorder, way, text, call=call, is_chief=self.is_chief)
+        tell_choice(self._recorder, way, text, arguments={"codec": way.codec}, is_chief=self.is_chief)
 
     @as_own_updates()
     def synchronize(self, model: keras.Model) -> None:

@@ -10,11 +10,8 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.errors import MismatchError
 from hop_tf.membership import SessionQueue
-from hop_tf.runtime.epoch_agreement import QUEUE, EpochAgreement
-from hop_tf.runtime.epoch_ends import EpochEnds
+from hop_tf.runtime.epoch_ends import EPOCH_END, EpochEnds
 from hop_tf.runtime.metrics import EpochMetrics, means_of, numeric, sums_of
-from hop_tf.runtime.stop_agreement import QUEUE as STOPS_QUEUE
-from hop_tf.runtime.stop_agreement import StopAgreement
 from hop_tf.tools.simulate import VirtualCluster
 from support import IS_STRESS
 from support.logs import logging_disabled
@@ -36,19 +33,17 @@ class _Rank:
         self.model = types.SimpleNamespace(stop_training=False)
         self._received = {}
         self._steps = SessionQueue(membership, "steps", membership.session)
-        self.agreement = EpochAgreement(
+        self.ends = EpochEnds(
             membership,
-            rounds_made=lambda: {"group": self.num_steps},
-            has_begun=lambda rounds: self._begun >= rounds["group"],
+            progress=lambda: {"group": self.num_steps},
+            has_passed=lambda progress: self._begun >= progress["group"],
         )
-        self._stops = StopAgreement(membership, self.agreement)
-        self.ends = EpochEnds(membership, self.agreement, self._stops)
         session = membership.session + 1
         self._steps.session = session
         self._steps.start(self._on_step)
-        self.agreement.reset(session, takes_part=takes_part)
-        self._stops.reset(session)
-        membership.begin_session()
+        self.ends.reset(session)
+        membership.begin_session(claims=[EPOCH_END] if takes_part else [])
+        self.ends.check(membership.owners, agrees=takes_part)
 
     def _on_step(self, message):
         self._received.setdefault(message.sender, set()).add(_STEP.unpack(message.header)[0])
@@ -93,21 +88,21 @@ class _Rank:
         step, membership = self.num_steps, self._membership
         self._pause()
         self._begun = step
-        if self.agreement.is_asked:
-            self.agreement.look_again()
+        if self.ends.rounds.is_asked:
+            self.ends.rounds.look_again()
         if self._lock_step:
-            for rank in self.agreement.others:
+            for rank in self.ends.rounds.others:
                 self._steps.send(rank, _STEP.pack(step), step=step)
             self._sent = step + 1
             membership.wait(lambda: self._missing(step), operation="step", step=step)
         self.num_steps += 1
 
     def _missing(self, step):
-        others, has = self.agreement.others, self._received
+        others, has = self.ends.rounds.others, self._received
         return [r for r in others if step not in has.get(r, ()) and self._membership.delivers(r, "steps", step)]
 
     def leave(self):
-        sent = {QUEUE: self.agreement.sent_rounds, STOPS_QUEUE: self._stops.sent_rounds, "steps": self._begun + 1}
+        sent = {**self.ends.sent_rounds, "steps": self._begun + 1}
         self._membership.leave(sent_rounds=sent, reason="")
 
 
@@ -139,13 +134,17 @@ class _Job:
         fit = _Rank(self.cluster.memberships[rank], pause=pause, **self._settings)
         self.first_event = self.cluster.scheduler.num_events
         self.fits[rank] = fit
-        try:
-            self._body(fit, rank)
-        finally:
-            fit.leave()
+        self._body(fit, rank)
+        fit.leave()  # Unless it was killed.
 
     def kill_before(self, event, rank):
-        self.cluster.scheduler.call_before_event(event, lambda: self.dead.add(rank) or self.cluster.kill(rank))
+        """Kills a rank in the session: unless a rank is still to enter it, or this one has left it."""
+
+        def kill():
+            if len(self.fits) == len(self.cluster.memberships) and self.cluster.kill(rank):
+                self.dead.add(rank)
+
+        self.cluster.scheduler.call_before_event(event, kill)
         return self
 
     def epochs(self):
@@ -334,7 +333,7 @@ class StopTest(parameterized.TestCase):
             ]
             job = _Job(lambda fit, rank, plans=plans: fit.fit(**plans[rank]), num_ranks, seed)
             if seed % 2:
-                job.kill_before(int(random.integers(20, 200)), num_ranks - 1)
+                job.kill_before(int(random.integers(20, 300)), num_ranks - 1)
             with logging_disabled():
                 job.run()
             if alike and not job.dead:

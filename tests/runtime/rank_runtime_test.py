@@ -369,13 +369,15 @@ class SessionTest(_TwoRanksTestCase):
             self.begin_session()
             self.assertEqual([int(group.step) for group in groups], [0, 0])
 
-    def test_who_joins_records_what_is_of_the_session_that_is_under_way(self):
+    def test_a_rank_that_joins_a_later_session_records_and_agrees_in_it(self):
         runtime = self.runtimes[0]
         runtime._recorder = mock.Mock()
         membership = runtime.membership
-        with mock.patch.object(membership, "begin_session", lambda *_: setattr(membership, "session", 7)):
+        self.enter_context(mock.patch.object(membership, "begin_session", lambda *_: setattr(membership, "session", 7)))
+        with mock.patch.object(runtime.epoch_ends, "reset") as reset:
             runtime.begin_session()
         self.assertEqual(runtime._recorder.begin_session.mock_calls, [mock.call(1), mock.call(7)])
+        self.assertEqual(reset.mock_calls, [mock.call(1), mock.call(7)])
 
     def test_nothing_begins_after_close(self):
         self.on_both(lambda rank, runtime: runtime.close("done"))

@@ -6,24 +6,27 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from hop_tf.keras_hook.shares import AUTO, BatchShares
-from hop_tf.runtime.shares import QUEUE, RowStatistics, ShareAgreement, shares_of
+from hop_tf.membership import Rounds
+from hop_tf.runtime.shares import RowStatistics, agree_on_shares, shares_of
 from hop_tf.tools.simulate import VirtualCluster
 
 
 def _run(world_size, body, **arguments):
-    """Calls `body(agreement, shares, rank, cluster)` on each rank in a session; returns the results."""
+    """Calls `body(rounds, agree, shares, rank, cluster)` on each rank in a session; returns the results."""
     cluster = VirtualCluster(world_size, **arguments)
     results = [None] * world_size
 
     def run(rank):
         membership, shares = cluster.memberships[rank], BatchShares(AUTO, rank, world_size)
-        agreement = ShareAgreement(membership, shares)
-        agreement.reset(membership.session + 1)
+        rounds = Rounds(membership, "shares", root=0)
+        rounds.reset(membership.session + 1)
         membership.begin_session()
-        try:
-            results[rank] = body(agreement, shares, rank, cluster)
-        finally:
-            membership.leave(sent_rounds={QUEUE: agreement.sent_rounds}, reason="")
+
+        def agree(position, seconds_per_row):
+            agree_on_shares(rounds, position, shares, seconds_per_row)
+
+        results[rank] = body(rounds, agree, shares, rank, cluster)
+        membership.leave(sent_rounds={rounds.name: rounds.sent_rounds}, reason="")  # Unless it was killed.
 
     cluster.run(run)
     return results
@@ -45,14 +48,14 @@ class SharesOfTest(parameterized.TestCase):
             self.assertAlmostEqual(share / sum(shares), part, places=4)
 
 
-class ShareAgreementTest(parameterized.TestCase):
+class AgreeOnSharesTest(parameterized.TestCase):
     @parameterized.parameters(2, 5)
     def test_all_get_the_same(self, world_size):
-        def body(agreement, shares, rank, cluster):
+        def body(rounds, agree, shares, rank, cluster):
             seen = []
             for position, factor in ((1, 1.0), (2, 2.0), (4, 1.0)):
                 cluster.scheduler.sleep(rank * factor)
-                agreement.agree(position, 1.0 + rank * factor)
+                agree(position, 1.0 + rank * factor)
                 seen.append(shares.of_ranks)
             return seen
 
@@ -66,9 +69,9 @@ class ShareAgreementTest(parameterized.TestCase):
     def test_first_epochs_of_other_lengths(self, shorter):
         """One rank begins its second epoch before it has made the steps after which others agree."""
 
-        def body(agreement, shares, rank, cluster):
+        def body(rounds, agree, shares, rank, cluster):
             for position in (2, 4) if rank == shorter else (1, 2, 4):
-                agreement.agree(position, 1.0 + rank)
+                agree(position, 1.0 + rank)
             return shares.of_ranks
 
         first, *others = _run(3, body)
@@ -76,11 +79,11 @@ class ShareAgreementTest(parameterized.TestCase):
         self.assertAlmostEqual(first[0] / first[2], 3.0, places=3)
 
     def test_a_rank_that_has_left_is_not_waited_for(self):
-        def body(agreement, shares, rank, cluster):
-            agreement.agree(1, 1.0 + rank)
+        def body(rounds, agree, shares, rank, cluster):
+            agree(1, 1.0 + rank)
             if rank == 1:
                 return shares.of_ranks
-            agreement.agree(2, 1.0 if rank else 2.0)
+            agree(2, 1.0 if rank else 2.0)
             return shares.of_ranks
 
         first, left, third = _run(3, body)
@@ -92,14 +95,14 @@ class ShareAgreementTest(parameterized.TestCase):
     def test_a_rank_that_has_ended_may_wait_for_the_others(self, ended):
         """A rank that has ended waits for others that still have to merge its last window."""
 
-        def body(agreement, shares, rank, cluster):
-            agreement.agree(1, 1.0 + rank)
+        def body(rounds, agree, shares, rank, cluster):
+            agree(1, 1.0 + rank)
             if rank == ended:
-                agreement.end()
+                rounds.end()
                 cluster.memberships[rank].wait_until(lambda: len(done) == 2, 1e9)
                 return shares.of_ranks
-            agreement.agree(2, 2.0)
-            agreement.agree(4, 2.0)
+            agree(2, 2.0)
+            agree(4, 2.0)
             done.add(rank)
             with cluster.memberships[ended].monitor:
                 cluster.memberships[ended].monitor.notify_all()
@@ -113,12 +116,12 @@ class ShareAgreementTest(parameterized.TestCase):
 
     @parameterized.parameters(0, 1)
     def test_a_lost_rank_is_not_waited_for(self, lost):
-        def body(agreement, shares, rank, cluster):
-            agreement.agree(1, 1.0 + rank)
+        def body(rounds, agree, shares, rank, cluster):
+            agree(1, 1.0 + rank)
             if rank == lost:
                 cluster.scheduler.call_at(cluster.scheduler.now + 1.0, lambda: cluster.kill(rank))
                 cluster.scheduler.sleep(10.0)
-            agreement.agree(2, 1.0)
+            agree(2, 1.0)
             return shares.of_ranks
 
         results = _run(3, body, continue_without_lost=True, detection_seconds=1.0)
@@ -131,16 +134,16 @@ class ShareAgreementTest(parameterized.TestCase):
             self.assertAlmostEqual(part, each, places=4)
 
     def test_a_rank_that_was_started_again_takes_what_comes(self):
-        def body(agreement, shares, rank, cluster):
+        def body(rounds, agree, shares, rank, cluster):
             if rank == 1:  # As a restarted rank.
-                agreement.takes_part = False
+                rounds._own_incarnation = None
                 cluster.scheduler.sleep(5.0)
-                agreement.agree(2, 1.0)
+                agree(2, 1.0)
             elif rank == 0:
-                agreement._incarnations[1] = -1
-                agreement.agree(2, 1.0)
+                rounds._incarnations[1] = -1
+                agree(2, 1.0)
             else:
-                agreement.agree(2, 3.0)
+                agree(2, 3.0)
             return shares.of_ranks
 
         first, *others = _run(3, body)

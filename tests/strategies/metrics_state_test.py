@@ -11,6 +11,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 import support
+from hop_tf.errors import MismatchError, PeerLostError
 from support import NUM_RANKS, Member, StopRank1
 
 _NUM_ROWS = 48
@@ -407,6 +408,16 @@ class StopTest(parameterized.TestCase):
             return _trained(strategy, lambda model: callbacks)[:2]
 
         self.assertEqual(_MEMBERS["hop"].run(run), [(2 * _STEPS, 2)] * NUM_RANKS)
+
+    def test_metrics_are_averaged_on_all_ranks_or_on_none(self):
+        def run(strategy):
+            callbacks = [] if strategy.rank else [hop_tf.callbacks.MetricAverage()]
+            error = MismatchError if strategy.rank else PeerLostError
+            with self.assertRaisesRegex(error, "rank 0 averages its metrics, and rank 1 does not"):
+                _trained(strategy, lambda model: callbacks)
+            return True
+
+        self.assertEqual(_MEMBERS["hop"].run(run), [True] * NUM_RANKS)
 
     @pytest.mark.slow
     def test_an_exception_stops_nobody_else(self):

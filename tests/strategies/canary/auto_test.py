@@ -94,7 +94,7 @@ class ChoiceTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(weights, results[0][0], strict=True):
                 self.assertAllEqual(mine, first)
         self.assertEqual(stderr.getvalue().count("To keep these settings"), 1)
-        self.assertIn(f"CanaryStrategy(consistency='bsp', algorithm='{expected}').\n", stderr.getvalue())
+        self.assertIn(f"To keep these settings, pass algorithm='{expected}'.\n", stderr.getvalue())
 
     @parameterized.parameters((3, 2, {}), (4, 3, {"interfaces": _INTERFACES}))
     @pytest.mark.slow(after=1)
@@ -171,8 +171,8 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             strategy = hop_tf.CanaryStrategy(consistency="bsp", interfaces=interfaces)
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 strategy._tell(Way(algorithm, codecs.get("sketch")), 1, "text")
-            call = f"CanaryStrategy(consistency='bsp', algorithm='{algorithm}'{more})"
-            self.assertEqual(stderr.getvalue(), f"hop_tf: text. To keep these settings: {call}.\n")
+            arguments = f"algorithm='{algorithm}'{more}"
+            self.assertEqual(stderr.getvalue(), f"hop_tf: text. To keep these settings, pass {arguments}.\n")
 
     @pytest.mark.slow
     def test_nothing_is_chosen_by_times_if_operations_are_deterministic(self):
@@ -187,8 +187,8 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((ways, tuner), ([Way("mesh", codecs.Identity())], None))
         self.assertRegex(
             stderr.getvalue(),
-            "operations are deterministic, so ranks choose nothing by measured times. To keep these settings: "
-            r"CanaryStrategy\(consistency='bsp', algorithm='mesh'\)",
+            "operations are deterministic, so ranks choose nothing by measured times. To keep these settings, pass "
+            r"algorithm='mesh'\.",
         )
 
     @parameterized.parameters({"algorithm": "ring"}, {"consistency": "ssp"}, {"low_rank": 2})

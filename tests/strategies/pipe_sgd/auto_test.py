@@ -122,7 +122,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
 
 class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     def test_what_is_told_keeps_the_settings(self):
-        """The printed call makes a strategy with the given codec."""
+        """The printed arguments keep the given codec."""
         codec = codecs.TopK(ratio=0.2, error_feedback=True)
         for given, told in ((codec, repr(codec)), ("int8", "'int8'"), (None, "None")):
             strategy = hop_tf.PipeSGDStrategy(codec=given)
@@ -131,8 +131,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
                 strategy._tell(way, 1, "text")
             self.assertEqual(
                 stderr.getvalue(),
-                "hop_tf: text. To keep these settings: "
-                f"PipeSGDStrategy(codec={told}, algorithm='mesh', pipeline_width=1).\n",
+                f"hop_tf: text. To keep these settings, pass codec={told}, algorithm='mesh', pipeline_width=1.\n",
             )
 
     def test_nothing_is_chosen_by_times_if_operations_are_deterministic(self):

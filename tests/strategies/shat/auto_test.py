@@ -78,7 +78,7 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
         self.assertRegex(
             output.getvalue(),
             r"hop_tf: int8 over a parameter server: [\d.]+ ms a step; lossless over a parameter server: [\d.]+ ms\. "
-            r"To keep these settings: SHATParameterServerStrategy\(codec='int8'\)\.",
+            r"To keep these settings, pass codec='int8'\.",
         )
 
     def test_operations_that_become_deterministic_too_late(self):
