@@ -1,4 +1,4 @@
-"""Measures the time of all-reduce, compared with PyTorch's gloo.
+"""Measures the time of all-reduce, compared with PyTorch's gloo and TensorFlow's RING.
 
     python benchmarks/benchmark_allreduce.py --world_sizes=2,4 --megabytes=1,25,100 --links=loopback,1e9
 
@@ -9,12 +9,17 @@ rounds, and gloo's time in the same rounds over that of the member: above 1 is f
 
     mesh, ring    hop_tf's, with the codec behind the slash
     gloo          torch.distributed.all_reduce (if PyTorch is installed: the package `torch`)
+    RING          tf.distribute.MultiWorkerMirroredStrategy, CommunicationImplementation.RING
+
+`limit` is the least time in which a rank can send and receive 2 (n - 1) / n times its bytes at the link's rate.
 """
 
 from __future__ import annotations
 
 import abc
 import itertools
+import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,10 +35,15 @@ _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "25", "100"], "Sizes of the ve
 _LINKS = flags.DEFINE_list("links", ["loopback", "10e9", "1e9", "100e6"], "loopback, or bits per second.")
 _MEMBERS = flags.DEFINE_list(
     "members",
-    ["mesh/identity", "ring/identity", "mesh/int8", "ring/int8", "gloo"],
+    [
+        *(f"{way}/{codec}" for way in ("mesh", "ring") for codec in ("identity", "truncate16", "int8", "sketch")),
+        "gloo",
+        "RING",
+    ],
     "What to measure.",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds, after one to warm up.", lower_bound=1)
+_MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Begin no further round of a case so long after the first.")
 
 _MIB = 1 << 20
 _TIMEOUT_SECONDS = 600
@@ -115,6 +125,39 @@ class Gloo(Member):
         self._torch.distributed.destroy_process_group()
 
 
+class Ring(Member):
+    """tf.distribute's collective all-reduce between workers."""
+
+    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
+        import tensorflow as tf
+
+        self._strategy = peers.mirrored_strategy(rank, addresses)
+        mean = tf.distribute.ReduceOp.MEAN
+
+        @tf.function(input_signature=[tf.TensorSpec([size], tf.float32)])
+        def run(values):
+            return self._strategy.run(
+                lambda v: tf.distribute.get_replica_context().all_reduce(mean, tf.identity(v)), args=(values,)
+            )
+
+        self._run = run
+
+    def prepare(self, values: np.ndarray) -> None:
+        """Makes a tensor of the values, as a training step has them."""
+        import tensorflow as tf
+
+        self._tensor = tf.convert_to_tensor(values)
+
+    def mean(self, values: np.ndarray) -> Any:
+        return self._run(self._tensor)
+
+
+def _make(name: str, *arguments) -> Member:
+    if name == "gloo":
+        return Gloo(name, *arguments)
+    return (Ring if name == "RING" else Ours)(name, *arguments)
+
+
 # In each rank.
 
 
@@ -124,17 +167,22 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     values = _values(rank, size)
     addresses = case["addresses"]
     members, world_size = {}, len(addresses[0])
-    for index, name in enumerate(case["members"]):
-        members[name] = (Gloo if name == "gloo" else Ours)(name, rank, addresses[index], size)
+    # RING must be made before TensorFlow has done anything.
+    for index, name in sorted(enumerate(case["members"]), key=lambda item: item[1] != "RING"):
+        members[name] = _make(name, rank, addresses[index], size)
     barrier = Ours("mesh/identity", rank, addresses[-1], 1)
     for name, member in members.items():  # Warms up, and checks that the results are right.
         _, mean = _timed_mean(member, barrier, values)
         _check(name, np.asarray(mean), world_size, size)
         del mean
     seconds: dict[str, list[float]] = {name: [] for name in members}
+    start = time.monotonic()
     for _ in range(case["rounds"]):
         for name, member in members.items():
             seconds[name].append(_timed_mean(member, barrier, values)[0])
+        elapsed = barrier.mean(np.float32([time.monotonic() - start]))
+        if elapsed[0] > case["max_seconds"]:
+            break
     for member in [*members.values(), barrier]:
         member.close()
     return seconds
@@ -157,27 +205,57 @@ def _values(rank: int, size: int) -> np.ndarray:
 def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
     """Raises RuntimeError if some values, from all parts of the vector, are not the mean."""
     part = slice(0, size, -(-size // _CHECKED_VALUES))
-    expected = np.mean([_values(rank, size)[part] for rank in range(world_size)], axis=0)
+    expected = np.mean([_kept(name, rank, size, part) for rank in range(world_size)], axis=0)
     error = np.sqrt(np.mean((mean[part] - expected) ** 2) / np.mean(expected**2))
     if error > 0.1:
         raise RuntimeError(f"{name} is wrong: relative error {error:.3f}.")
 
 
+def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
+    """Returns the part of a rank's values with zeros for values that the member's codec does not select."""
+    from hop_tf import codecs
+
+    codec = codecs.get(name.partition("/")[2] or None)
+    values = _values(rank, size)
+    if not isinstance(codec, codecs.Sparse):
+        return values[part]
+    kept = np.zeros_like(values)
+    indices = codec.select(values)
+    kept[indices] = values[indices]
+    return kept[part]
+
+
 # In the parent.
 
 
-def _measure_case(members: Sequence[str], link: str, world_size: int, megabytes: str) -> None:
-    """Prints and keeps the times of the members. A round's time is that of its slowest rank."""
-    num_bytes = int(float(megabytes) * _MIB)
-    case = {"bytes": num_bytes, "members": members, "rounds": _ROUNDS.value}
-    of_ranks = ranks.run(__file__, case, world_size, link, num_ports=len(members) + 1, timeout_seconds=3600)
-    print(f"\n{link}, {world_size} ranks, {megabytes} MiB\n  {'':16s} {'seconds':>9s} {'GB/s':>7s} {'gloo / it':>10s}")
-    seconds = {name: np.max([of_rank[name] for of_rank in of_ranks], axis=0) for name in members}
-    for name, of_rounds in seconds.items():
-        results.note("seconds", f"{link} {world_size} {megabytes} {name}", of_rounds)
-        median, sent = np.median(of_rounds), 2 * (world_size - 1) / world_size * num_bytes
-        ratio = f"{np.median(seconds['gloo']) / median:10.2f}" if "gloo" in seconds else ""
-        print(f"  {name:16s} {median:9.4f} {sent / median / 1e9:7.2f} {ratio}", flush=True)
+def _slowest(of_ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
+    """Returns the seconds of each member's rounds. A round's time is that of its slowest rank."""
+    return {name: list(map(max, zip(*(of_rank[name] for of_rank in of_ranks), strict=True))) for name in of_ranks[0]}
+
+
+def _traffic(world_size: int, num_bytes: int) -> float:
+    """Returns the bytes that a rank sends, and receives, in float32."""
+    return 2 * (world_size - 1) / world_size * num_bytes
+
+
+def _timeout_seconds(link: str, world_size: int, num_bytes: int, num_members: int) -> float:
+    """Returns the limit for a case: the start, rounds until the time is up, the warm-up, and one more round.
+
+    Each member may take four times the least time of float32. Loopback, with busy cores, counts as 1 Gbit/s.
+    """
+    at_best = _traffic(world_size, num_bytes) * 8 / (1e9 if link == ranks.LOOPBACK else float(link))
+    return 300 + _MAX_SECONDS.value + 2 * num_members * 4 * at_best
+
+
+def _print(link: str, world_size: int, num_bytes: int, num_rounds: int, medians: Mapping[str, float]) -> None:
+    traffic = _traffic(world_size, num_bytes)
+    limit = "" if link == ranks.LOOPBACK else f", limit of float32 {traffic * 8 / float(link):.3f} s"
+    print(f"\n{link}, {world_size} ranks, {num_bytes / _MIB:g} MiB, rounds: {num_rounds}{limit}")
+    print(f"  {'':16s} {'seconds':>9s} {'GB/s':>7s} {'gloo / it':>10s}")
+    for name, seconds in medians.items():
+        ratio = f"{medians['gloo'] / seconds:10.2f}" if "gloo" in medians else ""
+        print(f"  {name:16s} {seconds:9.4f} {traffic / seconds / 1e9:7.2f} {ratio}")
+    sys.stdout.flush()
 
 
 def main(argv) -> None:
@@ -186,8 +264,22 @@ def main(argv) -> None:
     if "gloo" in members and not peers.is_installed("torch"):
         print("gloo is left out: PyTorch is not installed.")
         members.remove("gloo")
-    for link, world_size, megabytes in itertools.product(_LINKS.value, map(int, _WORLD_SIZES.value), _MEGABYTES.value):
-        _measure_case(members, link, world_size, megabytes)
+    sizes = map(int, _WORLD_SIZES.value)
+    for link, world_size, megabytes in itertools.product(_LINKS.value, sizes, _MEGABYTES.value):
+        num_bytes = int(float(megabytes) * _MIB)
+        case = {
+            "bytes": num_bytes,
+            "members": members,
+            "rounds": _ROUNDS.value,
+            "max_seconds": _MAX_SECONDS.value,
+        }
+        timeout = _timeout_seconds(link, world_size, num_bytes, len(members))
+        of_ranks = ranks.run(__file__, case, world_size, link, num_ports=len(members) + 1, timeout_seconds=timeout)
+        seconds = _slowest(of_ranks)
+        for name, of_rounds in seconds.items():
+            results.note("seconds", f"{link} {world_size} {megabytes} {name}", of_rounds)
+        medians = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
+        _print(link, world_size, num_bytes, len(seconds[members[0]]), medians)
 
 
 if __name__ == "__main__":

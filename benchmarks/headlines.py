@@ -120,7 +120,7 @@ _SLOW_RANKS = {
     "random": "Every rank six times slower in one of three steps",
 }
 _TRAINING = ("--experiments=time", "--tasks=digits", "--seeds=0", "--schedule=cosine")
-_STEP = ("--worlds=1,2", "--rounds=3", "--steps=100")
+_STEP = ("--models=perceptron", "--worlds=1,2", "--rounds=3", "--steps=100")
 _STEP_KINDS = "keras,pipe_sgd_k1,dts_4_4,hop,canary,shat,torch,ddp,tf_keras,mirrored"
 _MEMBERS = "--members=mesh/identity,ring/identity,mesh/int8,ring/int8,gloo"
 _KERNELS = "10000000 gaussian"
@@ -132,7 +132,7 @@ EXPERIMENTS = [
         "A step",
         "benchmark_step.py",
         [*_STEP, f"--kinds={_STEP_KINDS}"],
-        full=["--worlds=1,2,4", "--rounds=5"],
+        full=["--models=perceptron,deep", "--worlds=1,2,4", "--rounds=5"],
         quick=["--rounds=2", "--steps=60", "--kinds=keras,pipe_sgd_k1,torch,ddp"],
         minutes=6,
     ),
