@@ -45,7 +45,6 @@ _LIBRARIES = flags.DEFINE_multi_string(
     "NAME=PATH: use this library and build none. Several take turns; verdicts are the first one's.",
 )
 _PROCESSOR = flags.DEFINE_string("processor", None, "The library for processors; built if not given.")
-_FOLDER = flags.DEFINE_string("folder", None, "Where to build; a temporary folder if not given.")
 _JSON = flags.DEFINE_string("json", None, "A file for all results; written after each measurement.")
 _ONCE = flags.DEFINE_bool("once", False, "Only run each kernel once, for a profiler.")
 _SHOW = flags.DEFINE_string("show", None, "Only print the table of such a file.")
@@ -148,8 +147,6 @@ def main(_) -> int:
     if _SHOW.value is not None:
         print(cuda_table.table(json.loads(pathlib.Path(_SHOW.value).read_text())))
         return 0
-    if _FOLDER.value is not None:
-        return _run(_FOLDER.value)
     with tempfile.TemporaryDirectory() as folder:
         return _run(folder)
 

@@ -1,6 +1,6 @@
-"""Measures how well the transports fill a long link, and the longest silence between two ranks meanwhile.
+"""Measures how well the transport fills a long link, and the longest silence between two ranks meanwhile.
 
-    python benchmarks/benchmark_long_links.py --links=1e8:0.277,1e8:0.277:0.05,1e8:1,1e7:0.277
+    python benchmarks/benchmark_long_links.py --links=1e8:0.277,1e8:0.277:0.05,1e8:1
 
 Two ranks are hosts of an emulated network (`network`, which needs root). A link is given as bits per second, round trip
 in seconds and optionally jitter in seconds, which lets packets overtake each other. Messages of 2 MB, like the chunks
@@ -16,6 +16,7 @@ of an all-reduce, go from rank 0 to rank 1: "ordered" on one lane, "spread" over
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import struct
@@ -29,20 +30,18 @@ import results
 from absl import app, flags
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport import TcpTransport
 from hop_tf.transport.base import BULK_LANE, Message
 
-_LINKS = flags.DEFINE_list("links", ["1e8:0.277", "1e8:0.277:0.05", "1e8:1", "1e7:0.277"], "What links are like.")
-_MEMBERS = flags.DEFINE_list("members", ["tcp", "grpc"], "Transports.")
+_LINKS = flags.DEFINE_list("links", ["1e8:0.277", "1e8:0.277:0.05", "1e8:1"], "What links are like.")
 _SECONDS = flags.DEFINE_float("seconds", 10.0, "How long the link is kept full, and 20 round trips.", lower_bound=1.0)
 
-_TRANSPORTS = {"grpc": GrpcTransport, "tcp": TcpTransport}
 _LANES = {"ordered": BULK_LANE, "spread": None}
 _MESSAGE_BYTES = 2_000_000
 _BURST_MESSAGES = 5
 _NUM_BURSTS, _NUM_LATER = 6, 3
 _PAUSE_SECONDS = 2.0
-_TIMEOUT_SECONDS = 120.0
+_TIMEOUT_SECONDS, _FAREWELL_SECONDS = 120.0, 5.0
 _NUM_IN_BURSTS = _NUM_BURSTS * _BURST_MESSAGES
 _PAYLOAD = np.random.default_rng(0).integers(0, 256, _MESSAGE_BYTES, np.uint8)
 _SENT_AT = struct.Struct("<d")
@@ -56,7 +55,7 @@ class _Rank:
         self._case = case
         self._peer = 1 - rank
         options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS, bandwidth_bits_per_second=case["rate"])
-        self._transport = _TRANSPORTS[case["member"]](rank, case["addresses"][0], identity={}, options=options)
+        self._transport = TcpTransport(rank, case["addresses"][0], identity={}, options=options)
         self._room = threading.Semaphore(case["num_in_flight"])
         self._arrivals: list[tuple[float, float]] = []  # When a message was sent, and when it arrived.
         self._longest_silence = 0.0
@@ -90,8 +89,8 @@ class _Rank:
             self._send()
         self._transport.flush(1, _TIMEOUT_SECONDS)
         self._transport.send(1, "end")
-        self._transport.flush(1, _TIMEOUT_SECONDS)
         self._ended.set()
+        self._transport.flush(1, _FAREWELL_SECONDS)  # Rank 1 may close before it acknowledges.
 
     def _send(self) -> None:
         self._room.acquire()
@@ -106,12 +105,11 @@ class _Rank:
             self._longest_silence = max(self._longest_silence, self._transport.status(self._peer).silent_seconds)
 
 
-def _measure(link: str, member: str, lane: int | None) -> list[float]:
+def _measure(link: str, lane: int | None) -> list[float]:
     """Returns a line of the table."""
     rate, round_trip, jitter = map(float, [*link.split(":"), "0"][:3])
     bytes_per_second = _TCP_SHARE * rate / 8
     case = {
-        "member": member,
         "lane": lane,
         "rate": rate,
         "num_in_flight": _BURST_MESSAGES + math.ceil(3 * bytes_per_second * round_trip / _MESSAGE_BYTES),
@@ -134,13 +132,11 @@ def main(argv: list[str]) -> None:
     """Prints a table."""
     del argv
     columns = ("Mbit/s", "ms", "jitter ms", "first s", "later s", "least s", "share %", "silence s")
-    print(f"{'member':>8} {'lanes':>8} " + " ".join(f"{column:>9}" for column in columns))
-    for link in _LINKS.value:
-        for member in _MEMBERS.value:
-            for lanes, lane in _LANES.items():
-                values = _measure(link, member, lane)
-                results.note("share in percent", f"{link}, {member}, {lanes}", values[columns.index("share %")])
-                print(f"{member:>8} {lanes:>8} " + " ".join(f"{value:>9.2f}" for value in values), flush=True)
+    print(f"{'lanes':>8} " + " ".join(f"{column:>9}" for column in columns))
+    for link, (lanes, lane) in itertools.product(_LINKS.value, _LANES.items()):
+        values = _measure(link, lane)
+        results.note("share in percent", f"{link}, tcp, {lanes}", values[columns.index("share %")])
+        print(f"{lanes:>8} " + " ".join(f"{value:>9.2f}" for value in values), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """Measures the kernels on a processor, and compares them with peers.
 
     python benchmarks/benchmark_ops.py
-    python benchmarks/benchmark_ops.py --sizes=1000000 --data=sparse --rounds=15
+    python benchmarks/benchmark_ops.py --sizes=1000000 --rounds=15
 
 Nothing else should run on the machine. All candidates take turns within every round, so that a busy moment meets all
 of them; medians over the rounds are shown. With a share of 1 a kernel reads and writes its
 bytes as fast as one thread copies memory (`numpy.copyto` of float32, measured in the same rounds). At 0.67 it takes 1.5
 times as long as a copy of those bytes. The native kernels run on one thread, and once more on all cores.
 
-Peers do not compute exactly the same, but are the alternatives: `numpy.quantile` and an Apache DataSketches KLL sketch
-find 255 quantiles and encode nothing; `tf.sort` is the cost of quantiles by sorting; "int8 encode, NumPy" is the same
-encoding in vectorized NumPy; "fallback" is this package without native kernels. Above 10 million values some peers take
-minutes, so peers run at most twice and do not warm up. With 100 million the fallback needs some 10 GB of memory.
+`numpy.quantile` and an Apache DataSketches KLL sketch are the alternatives to a sketch: they find 255 quantiles and
+encode nothing. Above 10 million values they take minutes, so they run at most twice and do not warm up.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ import tensorflow as tf
 from absl import app, flags
 
 from hop_tf import ops
-from hop_tf.ops import arrays, fallback, gaps
+from hop_tf.ops import arrays
 
 try:
     import datasketches
@@ -36,21 +34,12 @@ except ImportError:
     datasketches = None
 
 _SIZES = flags.DEFINE_list("sizes", ["1000000", "10000000", "100000000"], "Numbers of values.")
-_DATA = flags.DEFINE_list("data", ["gaussian", "laplace", "sparse"], "Distributions.")
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds; medians over them are shown.", lower_bound=1)
 
 _BLOCK_SIZE = 512
-_INDEX_RATIO = 0.01  # Share of the values that have an index.
 _FEW_BITS = {4: 64, 2: 128}  # Bits, and values per block.
 _MANY_VALUES = 10_000_000  # With more than these, peers take part in a few rounds only.
 _FEW_ROUNDS = 2
-
-_DISTRIBUTIONS = {
-    "gaussian": lambda rng, size: rng.standard_normal(size, np.float32),
-    "laplace": lambda rng, size: rng.laplace(size=size).astype(np.float32),
-    # Nine of ten values are 0, the others have Student's distribution with two degrees of freedom.
-    "sparse": lambda rng, size: np.where(rng.random(size) < 0.9, 0.0, rng.standard_t(2, size)).astype(np.float32),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,37 +99,15 @@ def _few_bits(
     }
 
 
-def _indices(size: int) -> list[Candidate]:
-    """Rice codes of the indices of some values, on one thread; nanoseconds are per value, with an index or without."""
-    indices = np.flatnonzero(np.random.default_rng(0).random(size, np.float32) < _INDEX_RATIO)
-    target = np.empty(sum(gaps.sizes(size, indices.size)), np.uint8)
-    encoded = target[: gaps.encode(indices, size, target)].copy()
-    return [
-        Candidate("indices encode", lambda: gaps.encode(indices, size, target)),
-        Candidate("indices decode", lambda: gaps.decode(encoded, indices.size, size)),
-    ]
-
-
 def _peers(values: np.ndarray) -> list[Candidate]:
-    tensor = tf.constant(values)
     quantiles = np.arange(1, 256) / 256
     calls = {
-        "sketch encode, fallback": lambda: fallback.sketch_encode(tensor, 0.5)[0].numpy(),
         "numpy.quantile": lambda: np.quantile(values, quantiles),
-        "tf.sort": lambda: tf.sort(tensor).numpy(),
-        "int8 encode, fallback": lambda: fallback.int8_encode(tensor, _BLOCK_SIZE)[0].numpy(),
-        "int8 encode, NumPy": lambda: _numpy_int8(values),
     }
     if datasketches is not None:
         calls["DataSketches KLL"] = lambda: _kll(values, quantiles)
     most_rounds = _FEW_ROUNDS if values.size > _MANY_VALUES else None
     return [Candidate(name, run, most_rounds=most_rounds) for name, run in calls.items()]
-
-
-def _numpy_int8(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    blocks = values[: values.size // _BLOCK_SIZE * _BLOCK_SIZE].reshape(-1, _BLOCK_SIZE)
-    scales = np.abs(blocks).max(axis=1) / np.float32(127)
-    return np.rint(blocks / np.maximum(scales, np.float32(1e-30))[:, np.newaxis]).astype(np.int8), scales
 
 
 def _kll(values: np.ndarray, quantiles: np.ndarray) -> object:
@@ -163,38 +130,23 @@ def _measure(candidates: list[Candidate], num_rounds: int) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in seconds.items()}
 
 
-def _rows(data: str, size: int, num_rounds: int) -> list[dict[str, object]]:
-    values = _DISTRIBUTIONS[data](np.random.default_rng(0), size)
-    target = np.empty_like(values)
-    copy = Candidate("copy", lambda: np.copyto(target, values), 8)
-    candidates = [copy, *_native(values, 1), *_native(values, 0), *_indices(size), *_peers(values)]
-    seconds = _measure(candidates, num_rounds)
-    bandwidth = copy.bytes_touched / seconds["copy"]
-    rows = []
-    for candidate in candidates:
-        share = candidate.bytes_touched / seconds[candidate.name] / bandwidth
-        rows.append(
-            {
-                "values": size,
-                "data": data,
-                "kernel": candidate.name,
-                "ns per value": round(seconds[candidate.name] / size * 1e9, 3),
-                "share of copy": round(share, 2) if candidate.bytes_touched else "",
-            }
-        )
-    return rows
-
-
 def main(argv: list[str]) -> None:
-    """Measures, prints and writes."""
+    """Measures, prints and keeps."""
     del argv
     print(ops.build_info(), flush=True)
-    for size in _SIZES.value:
-        for data in _DATA.value:
-            for row in _rows(data, int(size), _ROUNDS.value):
-                results.note("ns per value", f"{size} {data} {row['kernel']}", row["ns per value"])
-                print("{values:>11,} {data:<9} {kernel:<32} {ns per value:>9.3f} {share of copy:>6}".format(**row))
-            gc.collect()
+    for size in map(int, _SIZES.value):
+        values = np.random.default_rng(0).standard_normal(size, np.float32)
+        target = np.empty_like(values)
+        copy = Candidate("copy", lambda values=values, target=target: np.copyto(target, values), 8)
+        candidates = [copy, *_native(values, 1), *_native(values, 0), *_peers(values)]
+        seconds = _measure(candidates, _ROUNDS.value)
+        bandwidth = copy.bytes_touched / seconds["copy"]
+        for each in candidates:
+            nanoseconds, share = seconds[each.name] / size * 1e9, each.bytes_touched / seconds[each.name] / bandwidth
+            results.note("ns per value", f"{size} gaussian {each.name}", round(nanoseconds, 3))
+            shown = f"{share:6.2f}" if each.bytes_touched else ""
+            print(f"{size:>11,} {each.name:<32} {nanoseconds:>9.3f} {shown}", flush=True)
+        gc.collect()
 
 
 if __name__ == "__main__":

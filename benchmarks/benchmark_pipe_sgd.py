@@ -1,72 +1,61 @@
-"""Pipe-SGD beside synchronous training, by all-reduce (D-Sync) and by a server (PS-Sync): Figure 4 in the small.
+"""Measures steps of Pipe-SGD: beside synchronous training, in segments, and with own steps that stand in.
 
     python benchmarks/benchmark_pipe_sgd.py --experiments=timing --links=1e9,100e6
-    python benchmarks/benchmark_pipe_sgd.py --experiments=accuracy --tasks=mnist,cifar --cifar10=cifar10.npz
 
-timing     A vector of parameters as large as a model's, and a computation that is emulated, asleep, so that four ranks
-           do not take the processor from each other: from settings in which computation takes longer to those in which
-           communication does. Milliseconds per step (medians), the part of it that is neither waiting nor the emulated
-           computation (update), the communication thread's own time in all-reduce and in codecs, and the step time
-           that `hop_tf.timing` predicts from what it has measured once, after D-Sync without a codec. Ratios to D-Sync
-           and PS-Sync without a codec, as in the paper, to D-Sync with the same codec, and of Pipe-SGD's step to the
-           longer one of computation with update, and communication: both as they are in D-Sync with the same codec,
-           where neither disturbs the other.
-accuracy   Real training on loopback, with each codec: accuracy on the test data, and seconds from begin to end.
+timing    Beside synchronous training by all-reduce (D-Sync) and by a server (PS-Sync): Figure 4 in the small.
+          Computation is emulated, asleep, so that four ranks do not take the processor from each other. `predicted`
+          is the prediction by `hop_tf.timing` from one measurement, made under D-Sync.
+segments  The gain of L gradient segments with K = 1: communication behind back-propagation (Figure 2 (b)). Two ranks
+          train a perceptron, really computed, because TensorFlow's scheduling decides if a segment's gradients leave
+          before back-propagation has ended.
+replay    The time that own steps add, which stand in for means that have not come. Two ranks train a perceptron on
+          loopback. A replay makes K - 1 updates more. So its step is compared with a step without replay whose
+          optimizer makes K updates.
+
+Shown are milliseconds per step: medians, at the slowest rank. Settings take turns in every one of --rounds rounds.
 
 PS-Sync is a plain server loop on a host of its own, as in the paper: it receives all gradients, and sends their mean to
 all. (It is one more rank; that its own gradient is part of the mean changes no time.)
-
-Task mnist: 784-500-500-10, global batch 100. cifar: three convolutions, two dense layers. convex: the same, of which
-only the last layer is trained. (AlexNet's size in the timings: --num_values=61000000.)
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
-import os
+import itertools
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 
-import images
 import keras
 import models
-import numpy as np
 import ranks
 import results
 import tensorflow as tf
+import turns
 from absl import app, flags
 
 import hop_tf
 from hop_tf import collectives
 from hop_tf.collectives import AllReduce
+from hop_tf.keras_hook import updates
 from hop_tf.tools import timing
 from hop_tf.tools.emulation import ComputeEmulation
 
-_EXPERIMENTS = flags.DEFINE_list("experiments", ["timing", "accuracy"], "What to run.")
-_LINKS = flags.DEFINE_list("links", ["1e9", "100e6"], "Bits per second; needs root. Or loopback.")
-_WORLD_SIZE = flags.DEFINE_integer("world_size", 4, "Ranks.", lower_bound=2)
-_STEP_SECONDS = flags.DEFINE_list("step_seconds", ["0.05", "0.2", "0.8"], "Emulated computation of a step.")
-_NUM_VALUES = flags.DEFINE_list("num_values", ["648010", "5000000"], "Parameters of the timed models.")
-_CODECS = flags.DEFINE_list("codecs", ["truncate16", "int8"], "Codecs, beside none.")
-_ALGORITHM = flags.DEFINE_enum("algorithm", "mesh", ["mesh", "ring"], "The all-reduce of all but PS-Sync, timed.")
-_NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Timed steps.", lower_bound=8)
-_TASKS = flags.DEFINE_list("tasks", ["mnist", "cifar", "convex"], "What is trained for accuracy.")
-_EPOCHS = flags.DEFINE_integer("epochs", 20, "Epochs of the training for accuracy.", lower_bound=2)
-_LEARNING_RATE = flags.DEFINE_float("learning_rate", 0.1, "At its highest: a warm-up comes first, then a cosine.")
-_WARMUP_EPOCHS = flags.DEFINE_integer("warmup_epochs", 5, "Epochs without a delay of Pipe-SGD, as in the paper.")
-_MOMENTUM = flags.DEFINE_float("momentum", 0.0, "Of the training for accuracy; Algorithm 1 has none.")
-_SEEDS = flags.DEFINE_integer("seeds", 1, "Trainings of each kind.")
-_CIFAR10 = flags.DEFINE_string(
-    "cifar10", None, "An .npz file with x_train, y_train, x_test, y_test; else Keras's data."
-)
+_EXPERIMENTS = flags.DEFINE_list("experiments", ["timing", "segments", "replay"], "What to run.")
+_LINKS = flags.DEFINE_list("links", ["1e9"], "Bits per second; needs root. Or loopback. Not of `replay`.")
+_STEP_SECONDS = flags.DEFINE_list("step_seconds", ["0.2"], "Emulated computation of a step, of `timing`.")
+_NUM_VALUES = flags.DEFINE_integer("num_values", 5_000_000, "Parameters, of `timing`.")
+_CODECS = flags.DEFINE_list("codecs", ["truncate16", "int8"], "Codecs, beside none, of `timing`.")
+_ALGORITHM = flags.DEFINE_enum("algorithm", "mesh", ["mesh", "ring"], "The all-reduce of all but PS-Sync.")
+_SEGMENTS = flags.DEFINE_list("segments", ["1", "2", "4", "8"], "Values of L.")
+_WIDTHS = flags.DEFINE_list("pipeline_widths", ["2"], "Values of K, of `replay`.")
+_WIDTH = flags.DEFINE_integer("width", 1024, "Units of a layer, of `segments` and `replay`.")
+_NUM_STEPS = flags.DEFINE_integer("num_steps", 20, "Timed steps of a round.", lower_bound=4)
+_ROUNDS = flags.DEFINE_integer("rounds", 3, "Rounds of `segments` and `replay`.", lower_bound=1)
 
-_WIDTHS = {"D-Sync": 1, "Pipe-SGD": 2}
+_WORLD_SIZE, _FEW = 4, 2
 _WARMUP_STEPS = 4
-_STEPS_OF_A_MEASUREMENT = 20
-_BATCH_SIZE = 100
+_NUM_LAYERS = 8  # Of the perceptron of `segments`; that of `replay` has two.
+_BATCH_SIZES = {"segments": 512, "replay": 256}
+_SYSTEMS = {"D-Sync": 1, "Pipe-SGD": 2}
 
 
 class StarAllReduce(AllReduce):
@@ -93,240 +82,132 @@ class StarAllReduce(AllReduce):
 collectives.ALGORITHMS["star"] = StarAllReduce
 
 
+class Repeated(keras.optimizers.SGD):
+    """Makes `num_updates` updates, one after the other, with different gradients."""
+
+    def __init__(self, num_updates: int):
+        super().__init__(0.01, momentum=0.9)
+        self._num_updates = num_updates
+
+    def build(self, variables):
+        super().build(variables)
+        self.further = [
+            [tf.random.normal(each.shape, 0, 1e-4) for each in variables] for _ in range(1, self._num_updates)
+        ]
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+        variables = [each.value for each in self._trainable_variables]
+        for gradients in self.further:
+            updates.update(self, gradients, variables)
+
+
 # In each rank.
 
 
-def _strategy(case: Mapping, rank: int, turn: int, **settings) -> hop_tf.PipeSGDStrategy:
-    workers = case["addresses"][turn]  # New ones for each turn: no strategy meets an earlier one of another rank.
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}})
-    return hop_tf.PipeSGDStrategy(**settings)
-
-
-def _run_rank(case: Mapping, rank: int) -> list:
-    """Runs all settings in a rank; returns their results."""
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    run = _time if case["experiment"] == "timing" else _train
-    return [
-        run(case, functools.partial(_strategy, case, rank, turn, **each)) for turn, each in enumerate(case["settings"])
-    ]
-
-
-def _time(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> dict:
-    strategy = make_strategy()
+def _measure(turn: Mapping, strategy: hop_tf.PipeSGDStrategy) -> dict:
+    experiment = turn["experiment"]
     with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), models.Vector(case["num_values"])])
-        model.compile(keras.optimizers.SGD(0.0), "mse")
-    times, reports = [], []
-
-    def note(batch, logs):
-        times.append(time.monotonic())
-        if batch == _WARMUP_STEPS:
-            reports.append(strategy.report())
-
-    record = keras.callbacks.LambdaCallback(on_train_batch_end=note)
-    num_steps = _WARMUP_STEPS + case["num_steps"]
-    x = np.zeros((num_steps * strategy.world_size, 1), np.float32)
-    model.fit(x, x, batch_size=strategy.world_size, verbose=0, callbacks=[record])
-    reports.append(strategy.report())
-    measurement = timing.measure(strategy)
-    strategy.shutdown()
-
-    def per_step(name: str) -> float:
-        before, after = reports
-        return (after[name] - before[name]) / (after["steps"] - before["steps"])
-
+        if experiment == "timing":
+            model = keras.Sequential([keras.Input((1,)), models.Vector(turn["num_values"])])
+            optimizer = keras.optimizers.SGD(0.0)
+        else:
+            sizes = [turn["width"]] * _NUM_LAYERS if experiment == "segments" else [turn["width"]] * 2 + [10]
+            layers = [keras.layers.Dense(size, activation="relu") for size in sizes]
+            model = keras.Sequential([keras.Input((turn["width"],)), *layers])
+            optimizer = Repeated(turn["num_updates"]) if experiment == "replay" else keras.optimizers.SGD(1e-3)
+        model.compile(optimizer, "mse")
+    batch_size = _BATCH_SIZES.get(experiment, 1)
+    steps = turns.fit(strategy, model, turn["num_steps"], warmup=_WARMUP_STEPS, batch_size=batch_size)
     return {
-        "step": statistics.median(np.diff(times)[_WARMUP_STEPS:]),
-        "compute": reports[-1]["compute_seconds"],
-        "communicate": per_step("communicate_seconds"),
-        "codec": per_step("codec_seconds"),
-        "measurement": measurement,
+        "step": statistics.median(steps.seconds),
+        "update": steps.after["compute_seconds"] - turn.get("step_seconds", 0.0),
+        "communicate": steps.per_step("communicate_seconds"),
+        "codec": steps.per_step("codec_seconds"),
+        "measurement": timing.measure(strategy) if turn.get("is_measured") else None,
     }
-
-
-def _train(case: Mapping, make_strategy: Callable[..., hop_tf.PipeSGDStrategy]) -> tuple[float, float]:
-    """Trains; returns the accuracy, and the duration of the training."""
-    keras.utils.set_random_seed(case["seed"])
-    (x, y), test = images.load("mnist" if case["task"] == "mnist" else "cifar10", case["cifar10"])
-    steps = len(x) // _BATCH_SIZE
-    strategy = make_strategy(compensation="none", warmup_steps=case["warmup_epochs"] * steps)  # As in the paper.
-    with strategy.scope():
-        model = _MODELS[case["task"]]()
-        rate = keras.optimizers.schedules.CosineDecay(
-            0.0, steps * (case["epochs"] - 1), warmup_target=case["learning_rate"], warmup_steps=steps
-        )
-        optimizer = keras.optimizers.SGD(rate, momentum=case["momentum"])
-        model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
-    start = time.monotonic()
-    model.fit(x, y, batch_size=_BATCH_SIZE, epochs=case["epochs"], verbose=0)
-    seconds = time.monotonic() - start
-    accuracy = model.evaluate(*test, batch_size=500, verbose=0)[1] if strategy.is_chief else 0.0
-    strategy.shutdown()
-    return accuracy, seconds
-
-
-def _mnist() -> keras.Model:
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((28, 28, 1)),
-            layers.Flatten(),
-            layers.Dense(500, activation="relu"),
-            layers.Dense(500, activation="relu"),
-            layers.Dense(10, activation="softmax"),
-        ]
-    )
-
-
-def _cifar(trains_features: bool = True) -> keras.Model:
-    layers = keras.layers
-    features = [
-        layers.Conv2D(16, 5, activation="relu"),
-        layers.MaxPooling2D(),
-        layers.Conv2D(32, 3, activation="relu"),
-        layers.MaxPooling2D(),
-        layers.Conv2D(32, 3, activation="relu"),
-        layers.Flatten(),
-        layers.Dense(64, activation="relu"),
-    ]
-    for layer in features:
-        layer.trainable = trains_features
-    return keras.Sequential([keras.Input((32, 32, 3)), *features, layers.Dense(10, activation="softmax")])
-
-
-_MODELS = {"mnist": _mnist, "cifar": _cifar, "convex": lambda: _cifar(trains_features=False)}
 
 
 # In the parent.
 
 
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """The times of a way to train.
-
-    Attributes:
-      label: Name of the way.
-      codec: Name of the codec, or None.
-      step: Median duration of a step, at the slowest rank.
-      compute: Median duration of a step without waiting: computation and update.
-      communicate: Mean time of the communication thread in all-reduce, per step.
-      codec_seconds: The part of `communicate` in codecs.
-      predicted: Duration of a step by the model, or None.
-    """
-
-    label: str
-    codec: str | None
-    step: float
-    compute: float
-    communicate: float
-    codec_seconds: float
-    predicted: float | None
+def _call(width: int, algorithm: str = "mesh", codec: str | None = None, **settings) -> str:
+    settings = {"pipeline_width": width, "algorithm": algorithm, "codec": codec, **settings}
+    return f"PipeSGDStrategy({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
-def _codecs() -> list[str | None]:
-    return [None, *_CODECS.value]
+def _time_systems(link: str, step_seconds: float) -> None:
+    """Prints the times of all systems on a link."""
+    about = {"experiment": "timing", "num_values": _NUM_VALUES.value, "num_steps": _NUM_STEPS.value}
+    about["step_seconds"] = step_seconds
+    codecs, compute = [None, *_CODECS.value], ComputeEmulation(step_seconds=step_seconds)
+    kinds = [(label, width, codec) for label, width in _SYSTEMS.items() for codec in codecs]
+    peers = [{**about, "call": _call(width, _ALGORITHM.value, codec)} for _, width, codec in kinds]
+    peers[0]["is_measured"] = True
+    servers = [{**about, "call": _call(1, "star", codec)} for codec in codecs]
+    found = [
+        *turns.run(__file__, servers, _WORLD_SIZE + 1, link, compute=compute),
+        *turns.run(__file__, peers, _WORLD_SIZE, link, compute=compute),
+    ]
+    measurement = found[len(servers)][0]["measurement"]
+    print(f"\n{link}, {_NUM_VALUES.value / 1e6:g} million parameters, computation {step_seconds * 1e3:.0f} ms")
+    titles = ("step ms", "predicted", "update", "communicate", "codec")
+    print(f"  {'':22}" + "".join(f"{title:>12}" for title in titles))
+    for (label, width, codec), of_ranks in zip([("PS-Sync", 1, codec) for codec in codecs] + kinds, found, strict=True):
+        name = f"{label} {codec or ''}".strip()
+        step, *others = (max(each[of] for each in of_ranks) for of in ("step", "update", "communicate", "codec"))
+        predicted = float("nan")
+        if label in _SYSTEMS:
+            plan = measurement.predict(pipeline_width=width, codec=codec, algorithm=_ALGORITHM.value)
+            predicted = plan.step_seconds
+            results.note("predicted seconds", f"{name}, {link}, {step_seconds:g}", predicted)
+        results.note("step seconds", f"{name}, {link}, {step_seconds:g}", step)
+        print(f"  {name:22}" + "".join(f"{each * 1e3:12.1f}" for each in (step, predicted, *others)), flush=True)
 
 
-def _time_case(link: str, num_values: int, step_seconds: float) -> list[Timed]:
-    server = [("PS-Sync", 1, "star", codec) for codec in _codecs()]
-    peers = [(label, width, _ALGORITHM.value, codec) for label, width in _WIDTHS.items() for codec in _codecs()]
-    environment = ComputeEmulation(step_seconds=step_seconds).to_environment()
-    of_kinds = []
-    for kinds, world_size in ((server, _WORLD_SIZE.value + 1), (peers, _WORLD_SIZE.value)):
-        case = {
-            "experiment": "timing",
-            "settings": [{"pipeline_width": w, "algorithm": a, "codec": c} for _, w, a, c in kinds],
-            "num_values": num_values,
-            "num_steps": _NUM_STEPS.value,
-        }
-        num_ports = len(kinds)
-        timeout = _timeout_seconds(link, num_values, step_seconds, num_ports)
-        of_ranks = ranks.run(
-            __file__, case, world_size, link, num_ports=num_ports, environment=environment, timeout_seconds=timeout
-        )
-        of_kinds.extend(zip(kinds, zip(*of_ranks, strict=True), strict=True))
-    timed = []
-    measurement = next(of_ranks[0]["measurement"] for (label, *_), of_ranks in of_kinds if label == "D-Sync")
-    for (label, width, algorithm, codec), of_ranks in of_kinds:
-        predicted = None
-        if label != "PS-Sync":
-            predicted = measurement.predict(pipeline_width=width, codec=codec, algorithm=algorithm).step_seconds
-        slowest = {name: max(each[name] for each in of_ranks) for name in ("step", "compute", "communicate", "codec")}
-        timed.append(Timed(label, codec, *slowest.values(), predicted))
-    return timed
+def _rounds(calls: Iterable[tuple[str, int]], link: str, experiment: str) -> list[float]:
+    """Returns the seconds of a step for each call with its number of updates."""
+    about = {"experiment": experiment, "width": _WIDTH.value, "num_steps": _NUM_STEPS.value}
+    kinds = [{**about, "call": call, "num_updates": num_updates} for call, num_updates in calls]
+    found = turns.run(__file__, kinds * _ROUNDS.value, _FEW, link)
+    slowest = [max(each["step"] for each in of_ranks) for of_ranks in found]
+    return [statistics.median(slowest[number :: len(kinds)]) for number in range(len(kinds))]
 
 
-def _timeout_seconds(link: str, num_values: int, step_seconds: float, num_settings: int) -> float:
-    """Returns the limit for the settings: the start, and four times the time of float32 at a server, both ways."""
-    at_best = 0.0 if link == ranks.LOOPBACK else 2 * _WORLD_SIZE.value * 4 * num_values * 8 / float(link)
-    num_steps = _WARMUP_STEPS + _NUM_STEPS.value + _STEPS_OF_A_MEASUREMENT
-    return 300 + 4 * num_settings * num_steps * (step_seconds + at_best)
+def _time_segments(link: str) -> None:
+    calls = {f"K = 1, L = {n}": _call(1, num_segments=int(n)) for n in _SEGMENTS.value} | {"K = 2, L = 1": _call(2)}
+    print(f"\nsegments, {link}, {_NUM_LAYERS * _WIDTH.value * (_WIDTH.value + 1) / 1e6:.1f} million parameters, ms")
+    seconds = _rounds([(call, 1) for call in calls.values()], link, "segments")
+    for label, step in zip(calls, seconds, strict=True):
+        print(f"  {label:14} {step * 1e3:8.1f}", flush=True)
+        results.note("step seconds", f"{label}, {link}", step)
 
 
-def _print_timed(link: str, num_values: int, step_seconds: float, timed: list[Timed]) -> None:
-    of = {(each.label, each.codec): each for each in timed}
-    print(f"\n{link}, {num_values / 1e6:.2f} million parameters, computation {step_seconds * 1e3:.0f} ms")
-    print(
-        f"  {'':22s} {'step ms':>8s} {'predicted':>10s} {'update':>7s} {'communicate':>12s} {'codec':>7s} "
-        f"{'PS-Sync / it':>13s} {'D-Sync / it':>12s} {'same codec':>11s} {'it / longest':>13s}"
-    )
-    for each in timed:
-        d_sync = of["D-Sync", each.codec]
-        predicted = f"{each.predicted * 1e3:10.1f}" if each.predicted else f"{'':10s}"
-        ratios = [of["PS-Sync", None].step, of["D-Sync", None].step, d_sync.step]
-        columns = "".join(f"{r / each.step:{w}.2f}" for r, w in zip(ratios, (14, 13, 12), strict=True))
-        if each.label == "Pipe-SGD":
-            columns += f"{each.step / max(d_sync.compute, d_sync.communicate):14.2f}"
-        label = f"{each.label} {each.codec or ''}"
-        print(
-            f"  {label:22s} {each.step * 1e3:8.1f} {predicted} {(each.compute - step_seconds) * 1e3:7.1f} "
-            f"{each.communicate * 1e3:12.1f} {each.codec_seconds * 1e3:7.1f}{columns}",
-            flush=True,
-        )
-        results.note("step seconds", f"{label.strip()}, {link}, {step_seconds:g}", each.step)
-        if each.predicted:
-            results.note("predicted seconds", f"{label.strip()}, {link}, {step_seconds:g}", each.predicted)
-
-
-def _print_accuracies(task: str) -> None:
-    print(f"\naccuracy, {task}, {_EPOCHS.value} epochs, {_SEEDS.value} seeds")
-    kinds = [(label, width, codec) for label, width in _WIDTHS.items() for codec in _codecs()]
-    of_seeds = []
-    for seed in range(_SEEDS.value):
-        case = {
-            "experiment": "accuracy",
-            "settings": [{"pipeline_width": width, "codec": codec, "algorithm": "mesh"} for _, width, codec in kinds],
-            "task": task,
-            "warmup_epochs": _WARMUP_EPOCHS.value,
-            "cifar10": _CIFAR10.value,
-            "epochs": _EPOCHS.value,
-            "learning_rate": _LEARNING_RATE.value,
-            "momentum": _MOMENTUM.value,
-            "seed": seed,
-        }
-        of_seeds.append(ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(kinds), timeout_seconds=3600)[0])
-    for (label, _, codec), of_kind in zip(kinds, zip(*of_seeds, strict=True), strict=True):
-        accuracies, seconds = zip(*of_kind, strict=True)
-        shown = " ".join(f"{accuracy:.4f}" for accuracy in accuracies)
-        print(
-            f"  {label:9s} {codec or '':11s} {np.mean(accuracies):.4f}  ({shown})  {np.mean(seconds):6.0f} s",
-            flush=True,
-        )
-        results.note("accuracy", f"{task}, {label} {codec or ''}".strip(), accuracies)
+def _time_replay() -> None:
+    widths = [int(width) for width in _WIDTHS.value]
+    calls = [
+        (_call(width, compensation=compensation), 1 if compensation == "replay" else width)
+        for width in widths
+        for compensation in ("none", "replay")
+    ]
+    print(f"\nreplay, momentum: ms per step\n  {'':6} {'K updates':>10} {'replay':>8} {'ratio':>6}")
+    seconds = iter(_rounds(calls, ranks.LOOPBACK, "replay"))
+    for width, repeated, replay in zip(widths, seconds, seconds, strict=True):
+        print(f"  K = {width:<2} {repeated * 1e3:10.2f} {replay * 1e3:8.2f} {replay / repeated:6.3f}", flush=True)
+        results.note("replay over K updates", f"momentum, K = {width}", replay / repeated)
 
 
 def main(argv) -> None:
     del argv
     if "timing" in _EXPERIMENTS.value:
-        for link in _LINKS.value:
-            for num_values in map(int, _NUM_VALUES.value):
-                for step_seconds in map(float, _STEP_SECONDS.value):
-                    _print_timed(link, num_values, step_seconds, _time_case(link, num_values, step_seconds))
-    if "accuracy" in _EXPERIMENTS.value:
-        for task in _TASKS.value:
-            _print_accuracies(task)
+        for link, step_seconds in itertools.product(_LINKS.value, map(float, _STEP_SECONDS.value)):
+            _time_systems(link, step_seconds)
+    for link in _LINKS.value if "segments" in _EXPERIMENTS.value else ():
+        _time_segments(link)
+    if "replay" in _EXPERIMENTS.value:
+        _time_replay()
 
 
 if __name__ == "__main__":
-    ranks.serve(_run_rank)
+    turns.serve(_measure)
     app.run(main)

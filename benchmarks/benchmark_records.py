@@ -2,17 +2,16 @@
 
     python benchmarks/benchmark_records.py --runs=24
 
-Two clusters of two ranks each live in this process, one with `CommunicationOptions(log_dir=...)` and one without, under
-the strategy that `--strategy` names. The clusters train in turns of `--steps` steps, within a `fit`. So two turns that
-are compared are a fraction of a second apart, and a machine that is slower for a while disturbs both. Even equal
-clusters differ by the places of their threads and memory. So each of `--runs` has new clusters, and the mean over the
-runs is shown, with its standard error. All steps are recorded, unlike those of a long job. A step takes at least 5 ms,
-without using the processor (`hop_tf launch --step_seconds` does the same).
+Two clusters of two ranks each live in this process under HopStrategy, one with `CommunicationOptions(log_dir=...)` and
+one without. They train in turns of 25 steps, within a `fit`. So two turns that are compared are a fraction of a second
+apart, and a machine that is slower for a while disturbs both. Even equal clusters differ by the places of their threads
+and memory. So each of `--runs` has new clusters, and the mean over the runs is shown, with its standard error. All
+steps are recorded, unlike those of a long job. A step takes at least 5 ms, without using the processor (`hop_tf launch
+--step_seconds` does the same).
 
 Shown is the cost of recording per step: in duration, and in processor time of all threads of a rank. With one core
 only, a step would be longer by the processor time at most. The thread that writes is measured separately, because it
-writes every other second, in any cluster's turn. Required: at most 1 % of 5 ms, 50 microseconds. `--idle` measures the
-benchmark itself: neither cluster has a `log_dir`.
+writes every other second, in any cluster's turn. Required: at most 1 % of 5 ms, 50 microseconds.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ from hop_tf.tools.emulation import ComputeEmulation
 from hop_tf.tools.testing import InProcessCluster
 
 _RUNS = flags.DEFINE_integer("runs", 20, "Runs, each with new clusters.", lower_bound=1)
-_TURNS = flags.DEFINE_integer("turns", 60, "Turns of each cluster in a run, at least.", lower_bound=2)
-_STEPS = flags.DEFINE_integer("steps", 25, "Steps of a turn.", lower_bound=2, upper_bound=sampling.FULL_STEPS // 2)
-_STRATEGY = flags.DEFINE_string("strategy", "HopStrategy", "Name of the strategy, without parameter servers.")
-_IDLE = flags.DEFINE_boolean("idle", False, "Records nothing.")
-
 _STEP_SECONDS = 0.005
 _NUM_RANKS = 2
+_NUM_STEPS = 25  # Of a turn.
+_NUM_TURNS = sampling.FULL_STEPS // _NUM_STEPS  # Of a `fit`, all of whose steps are recorded.
+_NUM_FITS = 2
 _NAMES = ("without", "with")
 
 
@@ -68,12 +65,12 @@ class _Turns(keras.callbacks.Callback):
         self._name, self.barrier = name, barrier
 
     def on_train_batch_begin(self, batch, logs=None):
-        number, steps = divmod(batch, _STEPS.value)
+        number, steps = divmod(batch, _NUM_STEPS)
         if steps == 0 and _order(number).index(self._name):
             self.barrier.wait()
 
     def on_train_batch_end(self, batch, logs=None):
-        number, steps = divmod(batch + 1, _STEPS.value)
+        number, steps = divmod(batch + 1, _NUM_STEPS)
         if steps == 0:
             self.barrier.wait()
             if not _order(number - 1).index(self._name):
@@ -84,22 +81,13 @@ def _order(number: int) -> tuple[str, ...]:
     return _NAMES if number % 2 else _NAMES[::-1]
 
 
-def _turns_per_fit() -> int:
-    """Returns the number of turns of a `fit`, all of whose steps are recorded."""
-    return min(sampling.FULL_STEPS // _STEPS.value, _TURNS.value + 1)
-
-
-def _num_fits() -> int:
-    return -(-_TURNS.value // (_turns_per_fit() - 1))
-
-
 def _train(strategy: hop_tf.strategy.ExchangeStrategy, turns: _Turns) -> None:
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((64,)), keras.layers.Dense(64), keras.layers.Dense(8)])
         model.compile("sgd", "mse", jit_compile=False)
     data = strategy.distribute_datasets_from_function(lambda _: _batches())
-    for _ in range(_num_fits()):
-        model.fit(data, steps_per_epoch=_turns_per_fit() * _STEPS.value, verbose=0, callbacks=[turns])
+    for _ in range(_NUM_FITS):
+        model.fit(data, steps_per_epoch=_NUM_TURNS * _NUM_STEPS, verbose=0, callbacks=[turns])
 
 
 def _batches() -> tf.data.Dataset:
@@ -108,7 +96,7 @@ def _batches() -> tf.data.Dataset:
 
 def main(argv: list[str]) -> None:
     del argv
-    sampling.FULL_SESSIONS = 2 * _num_fits() + 2  # Each `fit` is a session.
+    sampling.FULL_SESSIONS = 2 * _NUM_FITS + 2  # Each `fit` is a session.
     os.environ.update(ComputeEmulation(step_seconds=_STEP_SECONDS).to_environment())
     _show([_measure(number) for number in range(_RUNS.value)])
 
@@ -120,8 +108,6 @@ def _measure(number: int) -> dict[str, np.ndarray]:
     with tempfile.TemporaryDirectory() as directory:
         with_records = hop_tf.CommunicationOptions(log_dir=directory, report_interval_seconds=3600)
         options = {"without": hop_tf.CommunicationOptions(), "with": with_records}
-        if _IDLE.value:
-            options["with"] = options["without"]
         # The clusters start in another order each time.
         names = _order(number)
         threads = [threading.Thread(target=_run, args=(options[each], _Turns(each, barrier))) for each in names]
@@ -133,11 +119,8 @@ def _measure(number: int) -> dict[str, np.ndarray]:
 
 
 def _run(options: hop_tf.CommunicationOptions, turns: _Turns) -> None:
-    kind = getattr(hop_tf, _STRATEGY.value)
-    settings = {"topology": "ring"} if kind is hop_tf.HopStrategy else {}
-
     def make(cluster_resolver):
-        return kind(cluster_resolver=cluster_resolver, communication_options=options, **settings)
+        return hop_tf.HopStrategy(topology="ring", cluster_resolver=cluster_resolver, communication_options=options)
 
     try:
         InProcessCluster(_NUM_RANKS, make, timeout_seconds=3600.0).run(lambda strategy: _train(strategy, turns))
@@ -149,12 +132,12 @@ def _run(options: hop_tf.CommunicationOptions, turns: _Turns) -> None:
 def _per_step(read: list[np.ndarray]) -> dict[str, np.ndarray]:
     """Returns the seconds and the processor seconds of a rank per step, for each cluster and turn."""
     steps = {name: [] for name in _NAMES}
-    per_fit = len(_NAMES) * _turns_per_fit()
+    per_fit = len(_NAMES) * _NUM_TURNS
     for first in range(0, len(read), per_fit):
         for turn, (before, after) in enumerate(itertools.pairwise(read[first : first + per_fit]), 1):
             number, place = divmod(turn, len(_NAMES))
             if number:
-                steps[_order(number)[place]].append((after - before) / _STEPS.value)
+                steps[_order(number)[place]].append((after - before) / _NUM_STEPS)
     return {name: np.array(each) / (1, _NUM_RANKS, _NUM_RANKS) for name, each in steps.items()}
 
 
@@ -164,18 +147,16 @@ def _show(runs: list[dict[str, np.ndarray]]) -> None:
         print(f"{name:>8}: {seconds * 1e3:.3f} ms a step, {processor * 1e6:.0f} us of a processor per rank")
     differences = np.array([np.median(run["with"] - run["without"], axis=0) for run in runs])
     differences[:, 2] = [sum(run[name][:, 2].sum() for name in _NAMES) / len(run["with"]) for run in runs]
-    longer, added, writing = differences.T
-    in_all = added + writing
-    print(f"recording adds {_tell(added)} of a processor, and its thread {_tell(writing)}")
-    print(f"a step takes {_tell(longer)} longer")
-    results.note("microseconds of a processor", "in all", in_all * 1e6)
-    print(f"in all it adds {_tell(in_all)} of a processor, {in_all.mean() / _STEP_SECONDS:.2%} of 5 ms")
-
-
-def _tell(of_runs: np.ndarray) -> str:
-    """The mean, and its standard error."""
-    error = of_runs.std(ddof=1) / len(of_runs) ** 0.5 if len(of_runs) > 1 else float("nan")
-    return f"{of_runs.mean() * 1e6:.0f} +- {error * 1e6:.0f} us"
+    longer, added, writing = differences.T * 1e6
+    told = {
+        "a step is longer": longer,
+        "threads of training": added,
+        "the thread that writes": writing,
+        "in all": added + writing,
+    }
+    for name, microseconds in told.items():
+        print(f"{name:>24}: {microseconds.mean():.0f} +- {results.standard_error(microseconds):.0f} us")
+    results.note("microseconds of a processor", "in all", added + writing)
 
 
 if __name__ == "__main__":

@@ -1,235 +1,184 @@
-"""SHAT: the paper's Table 2, and its Figures 4 to 6, in the small.
+"""Measures the effect of SHAT's mixing of weights on accuracy: the paper's Table 2 in the small, ASP beside SHAT.
 
-    python benchmarks/benchmark_shat.py --experiments=accuracy,stragglers
-    python benchmarks/benchmark_shat.py --experiments=accuracy --dataset=cifar10 --cifar10=cifar10.npz
-    python benchmarks/benchmark_shat.py --experiments=sharding --links=1e9
-    python benchmarks/benchmark_shat.py --quick
+    python benchmarks/benchmark_shat.py --world_sizes=16 --learning_rates=0.025,0.05,0.1
 
-accuracy    Table 2: ENSEMBLE, ASP, SHAT-Root and SHAT with 2 to 16 workers, on a virtual clock (`shat_accuracy.py`).
-            Each with the one of --learning_rates that is best on held-out data, and the largest stable one.
-            Figure 4: with that rate, the accuracy of the server's model after each eighth of the training.
-rates       The learning rate and momentum that training alone stands, with 2 to 16 workers: Algorithm 1 beside what
-            `SHATParameterServerStrategy` does by default (`shat_rates.py`).
-stragglers  Figure 5: one worker is 2, 10 or 100 times slower than the others, on the same clock.
-sharding    Figure 6: the throughput of workers with --num_servers servers, without sharding, by layers and by values.
-            Workers and servers are processes, hosts of an emulated network (`network.py`, which needs root). --links
-            are those of the servers; workers' are --num_servers times as fast. The model has the proportions of VGG:
-            one layer has nine tenths of its parameters; with --equal_layers those of ResNet: none is much larger than
-            the others. Required: at least 2.5 times the throughput of one server with four, at 1 Gbit/s.
-death       One of --num_workers workers, with emulated computation of --step_seconds, is killed (SIGKILL) after a third
-            of --num_steps steps: the others' speed from then on, over that before. Loopback. Required: at least 0.95.
-memory      How far the memory of one server grows while --num_workers train, in vectors of --num_values parameters:
-            what it keeps are 1 for SGD, and 3 for Adam. Loopback.
+A small convolutional network is trained on Fashion-MNIST with plain SGD, whose learning rate falls to 0. Time is
+virtual: steps have given durations, from which the order of pushes follows. So one core is enough for 16 workers. The
+server and the mixing weight are those of hop_tf (`ServedGroup`, with Keras's optimizer). A worker is its model, and
+Algorithm 1. Shown are the accuracy of the server's model with that learning rate which is best on held-out data, and
+the largest stable rate: one that reaches nine tenths of the best one's accuracy.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import resource
-import signal
-import statistics
-import time
-from collections.abc import Mapping
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
 
+import images
 import keras
 import numpy as np
-import ranks
 import results
-import shat_accuracy
-import shat_rates
+import tensorflow as tf
 from absl import app, flags, logging
 
-import hop_tf
-from hop_tf.tools.emulation import ComputeEmulation
-from hop_tf.tools.testing import network
+from hop_tf.keras_hook.optimizers import serialized_for_server
+from hop_tf.runtime.replica_state import spec_of
+from hop_tf.strategies.shat.server.consistency import Asynchronous
+from hop_tf.strategies.shat.server.group import Gradient, ServedGroup
+from hop_tf.strategies.shat.server.shard import Shard
+from hop_tf.strategies.shat.server.state import ShardState
+from hop_tf.strategies.shat.settings import ShatSettings
+from hop_tf.tensors.packing import Packing
 
-_EXPERIMENTS = flags.DEFINE_list(
-    "experiments", ["accuracy", "rates", "stragglers", "sharding", "death", "memory"], "What to run."
-)
-_QUICK = flags.DEFINE_bool("quick", False, "Small sizes for all that is not given: whether it works, in a minute.")
-_NUM_WORKERS = flags.DEFINE_integer("num_workers", 4, "Workers of what runs in processes.", lower_bound=2)
-_NUM_SERVERS = flags.DEFINE_integer("num_servers", 4, "Servers of `sharding` and `death`.", lower_bound=1)
-_LINKS = flags.DEFINE_list("links", ["1e9"], "Rates of the servers' links, in bits per second.")
-_NUM_VALUES = flags.DEFINE_integer("num_values", 8_000_000, "Parameters of the models there.", lower_bound=20000)
-_EQUAL_LAYERS = flags.DEFINE_bool("equal_layers", False, "Whether the layers of `sharding` are equally large.")
-_NUM_STEPS = flags.DEFINE_integer("num_steps", 8, "Timed steps, of `death` at least 30.", lower_bound=1)
-_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Least duration of a step of `death`.", lower_bound=0.0)
+_NUM_SAMPLES = flags.DEFINE_integer("num_samples", 60_000, "Images, at most: to train with, and held out.")
+_WORLD_SIZES = flags.DEFINE_list("world_sizes", ["16"], "Numbers of workers.")
+_EPOCHS = flags.DEFINE_float("epochs", 5.0, "Times that all workers together see as many images as there are.")
+_SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound=1)
+_LEARNING_RATES = flags.DEFINE_list("learning_rates", ["0.025", "0.05"], "Learning rates to choose from.")
 
-_SMALL = {
-    "models": ["small"],
-    "methods": ["asp", "shat"],
-    "world_sizes": ["2", "4"],
-    "slowdowns": ["1", "10"],
-    "num_samples": 2000,
-    "epochs": 1.0,
-    "seeds": 1,
-    "num_workers": 2,
-    "num_servers": 2,
-    "num_values": 200_000,
-    "num_steps": 3,
-    "links": ["1e8"],
-}
-_SHARDINGS = ("none", "layer", "memory")
-_SKIPPED_STEPS = 3
-# The inputs of the layer with most of the parameters, and the number of the other layers.
-_WIDTH, _NUM_SMALL_LAYERS = 500, 7
+_METHODS = ("asp", "shat")
+_NUM_HELD_OUT = 2000
+_BATCH_SIZE = 32  # Of a push.
+_JITTER = 0.1  # Relative differences of steps between workers, and over time.
+_EVALUATION_BATCH = 500
+_STABLE_SHARE = 0.9
 
 
-class _Clock(keras.callbacks.Callback):
-    """Records the end of each step. Kills the process after `dies_after` steps, unless that is None."""
+class _Problem:
+    """A model as functions of one vector."""
 
-    def __init__(self, dies_after: int | None):
-        super().__init__()
-        self.times: list[float] = []
-        self._dies_after = dies_after
+    def __init__(self, shape: tuple[int, ...]):
+        self._model = _model(shape)
+        self._packing = Packing([spec_of(variable.value) for variable in self._model.trainable_variables])
+        self._loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self._gradient = tf.function(self._emit_gradient, reduce_retracing=True)
+        self._predict = tf.function(self._emit_predict, reduce_retracing=True)
+        self._shape = shape
 
-    def on_train_batch_end(self, batch, logs=None):
-        self.times.append(time.perf_counter())
-        if len(self.times) == self._dies_after:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def initial(self, seed: int) -> np.ndarray:
+        """Returns the initial values of a new model."""
+        keras.utils.set_random_seed(seed)
+        variables = _model(self._shape).trainable_variables
+        return self._packing.pack([variable.value.read_value() for variable in variables])[0].numpy()
+
+    def make_group(self, num_workers: int, initial: np.ndarray) -> ServedGroup:
+        """Makes a server that begins with these values."""
+        optimizer = serialized_for_server(keras.optimizers.SGD(0.1))
+        shard = Shard(self._packing, optimizer, [True] * len(self._packing.specs))
+        group = ServedGroup(shard, self._packing, Asynchronous())
+        group.assign(ShardState([initial]))
+        group.begin_session(range(num_workers))
+        return group
+
+    def gradient(self, weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Returns the gradient of the mean loss of a batch."""
+        return self._gradient(tf.constant(weights), x, y).numpy()
+
+    def accuracy(self, weights: np.ndarray, part: images.Part) -> float:
+        """Returns the accuracy on some data."""
+        x, y = part
+        starts = range(0, len(x), _EVALUATION_BATCH)
+        found = [self._predict(tf.constant(weights), x[i : i + _EVALUATION_BATCH]).numpy() for i in starts]
+        return float(np.mean(np.concatenate(found) == y.ravel()))
+
+    def _call(self, weights: tf.Tensor, x: tf.Tensor, training: bool) -> tf.Tensor:
+        return self._model.stateless_call(self._packing.unpack([weights]), [], x, training=training)[0]
+
+    def _emit_gradient(self, weights: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss = self._loss(y, self._call(weights, x, True))
+        return tape.gradient(loss, weights)
+
+    def _emit_predict(self, weights: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+        return tf.argmax(self._call(weights, x, False), axis=-1)
 
 
-def _model(num_values: int, equal_layers: bool) -> keras.Model:
-    dense = keras.layers.Dense
-    if equal_layers:
-        width = round((num_values / (_NUM_SMALL_LAYERS + 1)) ** 0.5)
-        return keras.Sequential([keras.Input((width,)), *(dense(width, "relu") for _ in range(_NUM_SMALL_LAYERS + 1))])
-    small = round((0.1 * num_values / _NUM_SMALL_LAYERS) ** 0.5)
-    layers = [dense(small, "relu") for _ in range(_NUM_SMALL_LAYERS)]
+def _model(shape: tuple[int, ...]) -> keras.Model:
+    layers = keras.layers
+    convolutions = [layers.Conv2D(filters, 3, 2, activation="relu") for filters in (8, 16)]
     return keras.Sequential(
-        [keras.Input((small,)), *layers, dense(_WIDTH, "relu"), dense(round(0.9 * num_values / _WIDTH))]
+        [keras.Input(shape), *convolutions, layers.Flatten(), layers.Dense(64, "relu"), layers.Dense(10)]
     )
 
 
-def _peak_bytes() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _serve_case(case: Mapping, rank: int) -> list[float] | int:
-    """Runs a process; returns the end times of a worker's steps, or the bytes by which a server has grown."""
-    (addresses,) = case["addresses"]
-    num_workers = case["num_workers"]
-    cluster = {"worker": addresses[:num_workers], "ps": addresses[num_workers:]}
-    is_worker = rank < num_workers
-    task = {"type": "worker", "index": rank} if is_worker else {"type": "ps", "index": rank - num_workers}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-    before = _peak_bytes()
-    try:
-        # The paper's rule: servers that run the optimizer have most to do, and to keep.
-        strategy = hop_tf.SHATParameterServerStrategy(pushes="gradients", sharding=case["sharding"])
-    except SystemExit:
-        return _peak_bytes() - before
-    with strategy.scope():
-        model = _model(case["num_values"], case["equal_layers"])
-        model.compile(case["optimizer"], "mse")
-    num_rows = num_workers * (_SKIPPED_STEPS + case["num_steps"])
-    x = np.zeros((num_rows, model.input_shape[-1]), np.float32)
-    y = np.zeros((num_rows, model.output_shape[-1]), np.float32)
-    clock = _Clock(case["dies_after"] if rank == num_workers - 1 else None)
-    model.fit(x, y, batch_size=num_workers, verbose=0, callbacks=[clock])
-    strategy.shutdown()
-    return clock.times
-
-
-def _run_sharding() -> None:
-    reason = network.available()
-    if reason is not None:
-        print(f"\nsharding: left out, as it needs an emulated network ({reason})")
-        return
-    num_workers, num_servers = _NUM_WORKERS.value, _NUM_SERVERS.value
-    print(
-        f"\nsharding: {num_workers} workers, {num_servers} servers, {_NUM_VALUES.value} parameters; pushes a second of "
-        "all workers [times that of one server]"
+def _train(
+    problem: _Problem, method: str, num_workers: int, top_rate: float, seed: int, train: images.Part
+) -> np.ndarray:
+    """Returns the weights of the server after a training on the virtual clock."""
+    initial = problem.initial(seed)
+    group = problem.make_group(num_workers, initial)
+    settings = ShatSettings(
+        mixing=method,
+        pushes="gradients",
+        sharding="none",
+        consistency="async",
+        max_staleness=16,
+        min_mixing=None,
+        log_base=math.e,
+        codec=None,
     )
-    print(f"  {'link':>10} " + " ".join(f"{sharding:>18}" for sharding in _SHARDINGS))
-    for link in _LINKS.value:
-        speeds = {sharding: _throughput(sharding, link) for sharding in _SHARDINGS}
-        shown = [f"{speed:8.2f} [{speed / speeds['none']:.2f}]".rjust(18) for speed in speeds.values()]
-        print(f"  {float(link):10.2g} " + " ".join(shown), flush=True)
-        for sharding, speed in speeds.items():
-            results.note("pushes per second", f"{sharding}, {link}", speed)
+    num_pushes = int(_EPOCHS.value * len(train[0]) / _BATCH_SIZE)
+    batches = [_batches(train, rank, num_workers, seed) for rank in range(num_workers)]
+    weights, sequences = [initial] * num_workers, [0] * num_workers
+    model = initial
+    for number, rank in enumerate(itertools.islice(_turns(num_workers, seed), num_pushes)):
+        gradient = problem.gradient(weights[rank], *next(batches[rank]))
+        sequences[rank] += 1
+        rate = top_rate * (1 + math.cos(math.pi * number / num_pushes)) / 2
+        (answer,) = group.push(rank, Gradient(sequences[rank], [gradient], rate))
+        alpha, model = settings.weight(answer.num_others, answer.num_workers), answer.buckets[0]
+        local = weights[rank] - np.float32(rate) * gradient
+        weights[rank] = np.float32(1 - alpha) * local + np.float32(alpha) * model
+    return model
 
 
-def _throughput(sharding: str, link: str) -> float:
-    """Returns the pushes per second of all workers."""
-    rates = [float(link) * _NUM_SERVERS.value] * _NUM_WORKERS.value + [float(link)] * _NUM_SERVERS.value
-    found = _run(_NUM_SERVERS.value, link, sharding=sharding, bandwidth_bits_per_second=rates)
-    durations = [np.diff(times)[_SKIPPED_STEPS - 1 :] for times in found[: _NUM_WORKERS.value]]
-    return sum(1 / statistics.median(each) for each in durations)
+def _turns(num_workers: int, seed: int) -> Iterator[int]:
+    """Yields the worker that pushes next."""
+    generator = np.random.default_rng([seed, num_workers])
+    speeds = 1 + _JITTER * generator.random(num_workers)
+    queue = [(speed, rank) for rank, speed in enumerate(speeds)]
+    heapq.heapify(queue)
+    while True:
+        now, rank = queue[0]
+        yield rank
+        heapq.heapreplace(queue, (now + speeds[rank] * (1 + _JITTER * generator.normal()), rank))
 
 
-def _run_death() -> None:
-    num_steps = max(30, _NUM_STEPS.value)
-    dies_after, victim = _SKIPPED_STEPS + num_steps // 3, _NUM_WORKERS.value - 1
-    emulation = ComputeEmulation(step_seconds=_STEP_SECONDS.value).to_environment()
-    found = _run(_NUM_SERVERS.value, num_steps=num_steps, dies_after=dies_after, killed=[victim], environment=emulation)
-    print(f"\ndeath: one of {_NUM_WORKERS.value} workers is killed after {dies_after} of its steps; steps a second")
-    print(f"  {'worker':>6} {'before':>8} {'after':>8} {'ratio':>6}")
-    for rank, times in enumerate(found[:victim]):
-        parts = times[_SKIPPED_STEPS:dies_after], times[dies_after - 1 :]
-        before, after = (1 / np.diff(part).mean() for part in parts)
-        print(f"  {rank:6} {before:8.3f} {after:8.3f} {after / before:6.3f}", flush=True)
-        results.note("death: speed kept", f"worker {rank}", after / before)
-
-
-def _run_memory() -> None:
-    print(f"\nmemory: one server of {_NUM_WORKERS.value} workers, vectors of {_NUM_VALUES.value} float32")
-    for optimizer in ("sgd", "adam"):
-        growth = _run(1, optimizer=optimizer)[-1] / (4 * _NUM_VALUES.value)
-        print(f"  {optimizer:5} {growth:6.2f}", flush=True)
-        results.note("memory: vectors", optimizer, growth)
-
-
-def _run(
-    num_servers: int,
-    link: str = ranks.LOOPBACK,
-    *,
-    num_steps: int | None = None,
-    optimizer: str = "sgd",
-    sharding: str = "memory",
-    dies_after: int | None = None,
-    environment: Mapping[str, str] | None = None,
-    **arguments,
-) -> list:
-    """Runs the processes; returns their results, workers first. `arguments` are those of `ranks.run`."""
-    case = {
-        "sharding": sharding,
-        "optimizer": optimizer,
-        "num_workers": _NUM_WORKERS.value,
-        "num_values": _NUM_VALUES.value,
-        "equal_layers": _EQUAL_LAYERS.value,
-        "num_steps": num_steps or _NUM_STEPS.value,
-        "dies_after": dies_after,
-    }
-    environment = {"TF_NUM_INTRAOP_THREADS": "1", **(environment or {})}
-    num_hosts = _NUM_WORKERS.value + num_servers
-    return ranks.run(__file__, case, num_hosts, link, num_ports=1, environment=environment, **arguments)
+def _batches(part: images.Part, rank: int, num_workers: int, seed: int) -> Iterator[images.Part]:
+    """Yields batches of a worker's share of the data of each epoch."""
+    x, y = part
+    for epoch in itertools.count():
+        order = np.random.default_rng([seed, epoch]).permutation(len(x))[rank::num_workers]
+        for start in range(0, max(1, len(order) - _BATCH_SIZE + 1), _BATCH_SIZE):
+            chosen = order[start : start + _BATCH_SIZE]
+            yield x[chosen], y[chosen]
 
 
 def main(argv: list[str]) -> None:
-    """Runs the requested experiments."""
-    if len(argv) > 1:
-        raise app.UsageError(f"Unknown arguments: {argv[1:]}.")
+    """Measures, prints and keeps."""
+    del argv
     logging.set_verbosity(logging.ERROR)
-    if _QUICK.value:
-        for name, value in _SMALL.items():
-            if not flags.FLAGS[name].present:
-                flags.FLAGS[name].value = value
-    experiments = {
-        "accuracy": shat_accuracy.run_accuracy,
-        "rates": shat_rates.run_rates,
-        "stragglers": shat_accuracy.run_stragglers,
-        "sharding": _run_sharding,
-        "death": _run_death,
-        "memory": _run_memory,
-    }
-    for name in _EXPERIMENTS.value:
-        if name not in experiments:
-            raise app.UsageError(f"--experiments must be among {', '.join(experiments)}. Received: {name!r}.")
-        experiments[name]()
+    (x, y), test = images.load("fashion_mnist")
+    end = len(x) - _NUM_HELD_OUT
+    used = slice(min(_NUM_SAMPLES.value, end))
+    train, held_out = (x[used], y[used]), (x[end:], y[end:])
+    problem = _Problem(x.shape[1:])
+    print(f"{len(train[0])} images, {_EPOCHS.value:g} epochs; mean over seeds [learning rate; largest stable one]")
+    for num_workers, method in itertools.product(map(int, _WORLD_SIZES.value), _METHODS):
+        found = {}
+        for rate in map(float, _LEARNING_RATES.value):
+            models = [_train(problem, method, num_workers, rate, seed, train) for seed in range(_SEEDS.value)]
+            own, of_test = ([problem.accuracy(each, part) for each in models] for part in (held_out, test))
+            found[rate] = np.mean(own), of_test
+        best = max(found, key=lambda rate: found[rate][0])
+        largest = max(rate for rate, (own, _) in found.items() if own >= _STABLE_SHARE * found[best][0])
+        accuracies = found[best][1]
+        results.note("accuracy", f"small, {num_workers} workers, {method}", accuracies)
+        print(f"  {num_workers:3} {method:5} {np.mean(accuracies):10.4f} [{best:g}; {largest:g}]", flush=True)
 
 
 if __name__ == "__main__":
-    ranks.serve(_serve_case)
     app.run(main)

@@ -6,21 +6,21 @@
 For each size: one way (rank 0 to rank 1) and both ways at once. GB/s counts the payload of one direction. Processor
 seconds are those of both processes together, for each GB that was moved in either direction. Latency is half of a
 round trip. The members take turns within every round, so that a busy machine slows all of them; medians are shown.
+One more round comes first, to warm up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import multiprocessing
 import socket
 import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import ranks
 import results
 from absl import app, flags
 
@@ -113,13 +113,13 @@ class TransportMember(Member):
 class SocketMember(Member):
     """A plain TCP connection, for comparison."""
 
-    def __init__(self, rank: int, addresses: list[tuple[str, int]]):
+    def __init__(self, rank: int, address: tuple[str, int]):
         super().__init__()
         if rank == 0:
-            with socket.create_server(addresses[0]) as server:
+            with socket.create_server(address) as server:
                 self._socket, _ = server.accept()
         else:
-            self._socket = _connect(addresses[0])
+            self._socket = _connect(address)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._thread = threading.Thread(target=self._receive, daemon=True)
         self._thread.start()
@@ -165,151 +165,90 @@ def _connect(address: tuple[str, int]) -> socket.socket:
             time.sleep(0.01)
 
 
-def _make_member(name: str, rank: int, ports: list[int]) -> Member:
+# In each rank.
+
+
+def _make_member(name: str, rank: int, addresses: Sequence[str]) -> Member:
     if name == "socket":
-        return SocketMember(rank, [("127.0.0.1", port) for port in ports])
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+        host, _, port = addresses[0].rpartition(":")
+        return SocketMember(rank, (host, int(port)))
     options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
     return TransportMember(_TRANSPORTS[name](rank, addresses, identity={}, options=options))
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """The messages that one process sends and receives in a measurement."""
-
-    member: str
-    size: int
-    num_sent: int
-    num_received: int
-    echo: bool = False
-
-
-def _perform(member: Member, task: Task) -> float:
-    """Runs a task; returns the processor seconds it took."""
-    payload = np.ones(task.size, np.uint8)
-    start = time.process_time()
-    if task.echo:
-        for _ in range(task.num_received):
-            member.wait(1)
-            member.send(payload)
-    else:
-        for _ in range(task.num_sent):
-            member.send(payload)
-        member.wait(task.num_received)
-    return time.process_time() - start
+def _ping(member: Member, rank: int, payload: np.ndarray) -> float:
+    """Sends a message from rank 0 to rank 1 and back. Returns the seconds of the round trip, at rank 0."""
+    start = time.perf_counter()
+    if rank == 1:
+        member.wait(1)
+    member.send(payload)
+    if rank == 0:
+        member.wait(1)
+    return time.perf_counter() - start
 
 
-def _child(pipe, members: dict[str, list[int]]) -> None:
-    ends = {name: _make_member(name, 1, ports) for name, ports in members.items()}
-    while (task := pipe.recv()) is not None:
-        pipe.send(None)
-        pipe.send(_perform(ends[task.member], task))
-    for end in ends.values():
-        end.close()
+def _transfer(member: Member, rank: int, payload: np.ndarray, num_messages: int, num_back: int) -> tuple[float, float]:
+    """Sends messages to rank 1 and back, at once. Returns rank 0's seconds, and processor seconds of this rank."""
+    num_sent, num_received = (num_messages, num_back) if rank == 0 else (num_back, num_messages)
+    _ping(member, rank, payload[:1])
+    start, processor_start = time.perf_counter(), time.process_time()
+    for _ in range(num_sent):
+        member.send(payload)
+    member.wait(num_received + (rank == 0))
+    if rank == 1:
+        member.send(payload[:1])
+    return time.perf_counter() - start, time.process_time() - processor_start
 
 
-class Pair:
-    """Both processes, seen from rank 0."""
-
-    def __init__(self, names: list[str]):
-        ports = {name: [_free_port(), _free_port()] for name in names}
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_child, args=(other, ports), daemon=True)
-        self._process.start()
-        self._ends = {name: _make_member(name, 0, ports[name]) for name in names}
-
-    def transfer(self, name: str, size: int, num_messages: int, both_ways: bool) -> tuple[float, float]:
-        """Returns seconds and processor seconds of moving messages to rank 1, or both ways."""
-        back = num_messages if both_ways else 0
-        return self._measure(Task(name, size, back, num_messages), Task(name, size, num_messages, back))
-
-    def round_trips(self, name: str, size: int, num_round_trips: int) -> list[float]:
-        """Returns the seconds of each round trip."""
-        self._begin(Task(name, size, 0, num_round_trips, echo=True))
-        payload, seconds = np.ones(size, np.uint8), []
-        for _ in range(num_round_trips):
-            start = time.perf_counter()
-            self._ends[name].send(payload)
-            self._ends[name].wait(1)
-            seconds.append(time.perf_counter() - start)
-        self._pipe.recv()
-        return seconds
-
-    def close(self) -> None:
-        """Ends the other process."""
-        self._pipe.send(None)
-        for end in self._ends.values():
-            end.close()
-        self._process.join(_TIMEOUT_SECONDS)
-
-    def _begin(self, task: Task) -> None:
-        self._pipe.send(task)
-        self._pipe.recv()
-
-    def _measure(self, theirs: Task, ours: Task) -> tuple[float, float]:
-        self._begin(theirs)
-        start = time.perf_counter()
-        processor = _perform(self._ends[ours.member], ours) + self._pipe.recv()
-        return time.perf_counter() - start, processor
+def _measure(case: Mapping, rank: int) -> list[list[tuple[float, ...]]]:
+    """Returns for each size and member, in turn, the values of all rounds: seconds, and processor seconds."""
+    members = [
+        _make_member(name, rank, addresses) for name, addresses in zip(case["members"], case["addresses"], strict=True)
+    ]
+    found = []
+    for size, num_messages in case["sizes"]:
+        payload = np.ones(size, np.uint8)
+        of_members = [[] for _ in members]
+        for _ in range(1 + case["rounds"]):
+            for member, of_rounds in zip(members, of_members, strict=True):
+                one_way = _transfer(member, rank, payload, num_messages, 0)
+                both_ways = _transfer(member, rank, payload, num_messages, num_messages)
+                pings = [_ping(member, rank, payload) for _ in range(min(num_messages, _NUM_ROUND_TRIPS))]
+                of_rounds.append((*one_way, *both_ways, statistics.median(pings)))
+        found += [of_rounds[1:] for of_rounds in of_members]
+    for member in members:
+        _ping(member, rank, payload[:1])
+        member.close()
+    return found
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-@contextlib.contextmanager
-def _pair(names: list[str]) -> Iterator[Pair]:
-    pair = Pair(names)
-    try:
-        yield pair
-    finally:
-        pair.close()
-
-
-def _medians(rounds: int, names: list[str], measure: Callable[[str], tuple[float, ...]]) -> dict[str, list[float]]:
-    """Medians of what `measure` returns, with the members taking turns; one more round comes first to warm up."""
-    results = {name: [] for name in names}
-    for index in range(rounds + 1):
-        for name in names:
-            result = measure(name)
-            if index:
-                results[name].append(result)
-    return {name: [statistics.median(values) for values in zip(*found, strict=True)] for name, found in results.items()}
-
-
-def _measure_size(pair: Pair, names: list[str], size: int) -> None:
-    num_messages = max(1, min(_MAX_MESSAGES, _BYTES_PER_ROUND.value // size))
-    num_round_trips = max(1, min(_NUM_ROUND_TRIPS, _BYTES_PER_ROUND.value // size))
-
-    def measure(name: str) -> tuple[float, ...]:
-        one_way, processor = pair.transfer(name, size, num_messages, both_ways=False)
-        both_ways, processor_both = pair.transfer(name, size, num_messages, both_ways=True)
-        latency = statistics.median(pair.round_trips(name, size, num_round_trips)) / 2
-        gigabytes = size * num_messages / 1e9
-        return (
-            gigabytes / one_way,
-            processor / gigabytes,
-            gigabytes / both_ways,
-            processor_both / (2 * gigabytes),
-            latency * 1e3,
-        )
-
-    for name, values in _medians(_ROUNDS.value, names, measure).items():
-        for column, value in zip(_COLUMNS, values, strict=True):
-            results.note(column, f"{size} {name}", value)
-        print(f"{size:>10} {name:>8} " + " ".join(f"{value:>13.3f}" for value in values), flush=True)
+# In the parent.
 
 
 def main(argv: list[str]) -> None:
     """Prints a table."""
     del argv
     print(f"{'bytes':>10} {'member':>8} " + " ".join(f"{column:>13}" for column in _COLUMNS))
-    with _pair(_MEMBERS.value) as pair:
-        for size in _SIZES.value:
-            _measure_size(pair, _MEMBERS.value, int(size))
+    sizes = [(size, max(1, min(_MAX_MESSAGES, _BYTES_PER_ROUND.value // size))) for size in map(int, _SIZES.value)]
+    case = {"members": _MEMBERS.value, "sizes": sizes, "rounds": _ROUNDS.value}
+    found = ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(_MEMBERS.value), timeout_seconds=3600)
+    kinds = [(*size, name) for size in sizes for name in _MEMBERS.value]
+    for (size, num_messages, name), ours, theirs in zip(kinds, *found, strict=True):
+        gigabytes = size * num_messages / 1e9
+        one_way, processor, both_ways, processor_both, ping = np.median(ours, axis=0)
+        _, of_peer, _, of_peer_both, _ = np.median(theirs, axis=0)
+        values = (
+            gigabytes / one_way,
+            (processor + of_peer) / gigabytes,
+            gigabytes / both_ways,
+            (processor_both + of_peer_both) / (2 * gigabytes),
+            ping / 2 * 1e3,
+        )
+        for column, value in zip(_COLUMNS, values, strict=True):
+            results.note(column, f"{size} {name}", value)
+        print(f"{size:>10} {name:>8} " + " ".join(f"{value:>13.3f}" for value in values), flush=True)
 
 
 if __name__ == "__main__":
+    ranks.serve(_measure)
     app.run(main)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import pathlib
@@ -35,11 +34,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-_SPEC = importlib.util.spec_from_file_location(
-    "hop_tf_cuda_harness", pathlib.Path(__file__).resolve().parent.parent / "ops" / "cuda" / "harness.py"
-)
-harness = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(harness)
+from cuda_data import harness
 
 _FAILED, _UNUSABLE = "failed", 3
 

@@ -184,7 +184,7 @@ EXPERIMENTS = [
         "hop",
         "Hop's mechanisms, 16 ranks on a virtual clock",
         "benchmark_hop.py",
-        ["--experiments=speedups", "--num_steps=100", "--num_seeds=3", "--topologies=ring_based,double_ring"],
+        ["--num_steps=100", "--num_seeds=3", "--topologies=ring_based,double_ring"],
         full=["--num_steps=200", "--num_seeds=5"],
         quick=["--topologies=ring_based", "--num_seeds=1"],
         minutes=1,
@@ -204,8 +204,8 @@ EXPERIMENTS = [
         "dts",
         "DTS, steps of 0.3 s at 100 Mbit/s",
         "benchmark_dts.py",
-        ["--experiments=scaling", "--links=100e6", "--round_trips=0.277", "--members=synchronous int8,both"],
-        full=["--experiments=scaling,sites", "--links=100e6,10e6", "--round_trips=0,0.277,1"],
+        ["--links=100e6", "--round_trips=0.277"],
+        full=["--links=100e6,10e6", "--round_trips=0,0.277,1"],
         minutes=2,
     ),
     Experiment(
@@ -213,17 +213,14 @@ EXPERIMENTS = [
         "Canary, traffic and a slow rank",
         "benchmark_canary.py",
         ["--experiments=traffic,straggler", "--num_steps=30"],
-        full=["--experiments=traffic,straggler,networks,interfaces"],
+        full=["--experiments=traffic,straggler,interfaces"],
         minutes=4,
     ),
     Experiment(
         "canary training",
         "Canary, time to accuracy",
         "benchmark_canary.py",
-        [
-            *("--experiments=accuracy", "--link=50e6", "--accuracy_rows=6000", "--epochs=3", "--target=0.75"),
-            "--kinds=BML,PS,SSP sketch",
-        ],
+        ["--experiments=accuracy", "--link=50e6", "--accuracy_rows=6000", "--epochs=3", "--target=0.75"],
         full=["--accuracy_rows=60000", "--epochs=5", "--target=0.85", "--seeds=3"],
         data="fashion-mnist",
         minutes=5,
@@ -232,10 +229,7 @@ EXPERIMENTS = [
         "shat",
         "SHAT, accuracy",
         "benchmark_shat.py",
-        [
-            *("--experiments=accuracy", "--models=small", "--methods=asp,shat", "--world_sizes=16", "--decay=cosine"),
-            *("--learning_rates=0.025,0.05", "--seeds=1", "--num_samples=30000", "--epochs=5"),
-        ],
+        ["--world_sizes=16", "--learning_rates=0.025,0.05", "--seeds=1", "--num_samples=30000", "--epochs=5"],
         full=["--num_samples=60000", "--epochs=5", "--seeds=3", "--learning_rates=0.025,0.05,0.1"],
         data="fashion-mnist",
         minutes=4,
@@ -252,7 +246,7 @@ EXPERIMENTS = [
         "kernels",
         "Kernels on processors",
         "benchmark_ops.py",
-        ["--sizes=10000000", "--data=gaussian", "--rounds=5"],
+        ["--sizes=10000000", "--rounds=5"],
         full=["--sizes=1000000,10000000,100000000", "--rounds=9"],
         quick=[],
         minutes=1,
@@ -268,11 +262,13 @@ EXPERIMENTS = [
     ),
     Experiment("plan", "Predicted steps", "benchmark_plan.py", ["--num_steps=20"], sizes=(FULL,)),
     Experiment("memory", "Memory of a rank", "benchmark_memory.py", [], sizes=(FULL,)),
-    Experiment("replay", "Pipe-SGD's own steps that stand in", "benchmark_replay.py", [], sizes=(FULL,)),
-    Experiment("segments", "Pipe-SGD in segments", "benchmark_segments.py", ["--links=1e9"], sizes=(FULL,)),
+    *(
+        Experiment(name, title, "benchmark_pipe_sgd.py", [f"--experiments={name}", "--links=1e9"], sizes=(FULL,))
+        for name, title in {"replay": "Pipe-SGD's own steps that stand in", "segments": "Pipe-SGD in segments"}.items()
+    ),
     Experiment("records", "Recording", "benchmark_records.py", [], sizes=(FULL,)),
     Experiment("transport", "The transport", "benchmark_transport.py", [], sizes=(FULL,)),
-    Experiment("long links", "Long links", "benchmark_long_links.py", ["--members=tcp"], sizes=(FULL,)),
+    Experiment("long links", "Long links", "benchmark_long_links.py", [], sizes=(FULL,)),
 ]
 
 

@@ -49,19 +49,6 @@ def _load_digits() -> tuple[Part, Part]:
     )
 
 
-def augmented(x: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Mirrors half of the images, and moves all by up to an eighth of their size. Zeros fill the gap."""
-    x = np.where(generator.random(len(x))[:, None, None, None] < 0.5, x[:, :, ::-1], x)
-    height, width = x.shape[1:3]
-    vertical, horizontal = height // 8, width // 8
-    padded = np.pad(x, ((0, 0), (vertical, vertical), (horizontal, horizontal), (0, 0)))
-    tops = generator.integers(2 * vertical + 1, size=len(x))
-    lefts = generator.integers(2 * horizontal + 1, size=len(x))
-    return np.stack(
-        [image[top : top + height, left : left + width] for image, top, left in zip(padded, tops, lefts, strict=True)]
-    )
-
-
 def accuracy(model: keras.Model, part: Part) -> float:
     """Returns the share of labels that a model predicts correctly."""
     x, y = part

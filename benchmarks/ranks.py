@@ -11,12 +11,11 @@ import json
 import os
 import pathlib
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hop_tf.tools.processes.local_cluster import PortReservation
@@ -48,7 +47,6 @@ def run(
     num_ports: int,
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float = 900.0,
-    killed: Collection[int] = (),
     **emulation,
 ) -> list:
     """Runs the ranks of a case.
@@ -62,15 +60,14 @@ def run(
       num_ports: Number of ports of each rank.
       environment: Variables for the ranks' environment.
       timeout_seconds: Limit for the whole run.
-      killed: Ranks that kill themselves (SIGKILL).
       **emulation: Further arguments of `network.EmulatedNetwork`, such as `round_trip_seconds`. One that is given here
         counts instead of `link`.
 
     Returns:
-      The result of each rank; None for killed ranks.
+      The result of each rank.
 
     Raises:
-      RuntimeError: If a rank fails, takes too long, or is in `killed` and lives. The others are ended.
+      RuntimeError: If a rank fails, or takes too long. The others are ended.
     """
     with tempfile.TemporaryDirectory() as folder, _hosts(world_size, num_ports, link, emulation) as (hosts, start):
         path = pathlib.Path(folder) / "case.json"
@@ -81,25 +78,22 @@ def run(
             for rank in range(world_size):
                 command = [sys.executable, script]
                 processes.append(start(rank, command, env={**environment, _RANK: str(rank)}))
-            _await(processes, timeout_seconds, killed)
+            _await(processes, timeout_seconds)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
-        return [
-            None if rank in killed else pickle.loads(path.with_name(f"result.{rank}").read_bytes())
-            for rank in range(world_size)
-        ]
+        return [pickle.loads(path.with_name(f"result.{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def _await(processes: Sequence[subprocess.Popen], timeout_seconds: float, killed: Collection[int]) -> None:
+def _await(processes: Sequence[subprocess.Popen], timeout_seconds: float) -> None:
     """Waits until all processes have ended. Raises as soon as any one has failed."""
     deadline = time.monotonic() + timeout_seconds
     running = dict(enumerate(processes))
     while running:
         for rank in [rank for rank, process in running.items() if process.poll() is not None]:
             exit_code = running.pop(rank).returncode
-            if exit_code != (-signal.SIGKILL if rank in killed else 0):
+            if exit_code:
                 raise RuntimeError(f"rank {rank} ended with exit code {exit_code}.")
         if time.monotonic() > deadline:
             raise RuntimeError(f"ranks {sorted(running)} take too long.")

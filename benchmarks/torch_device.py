@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import mmap
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
-
-_SPEC = importlib.util.spec_from_file_location(
-    "hop_tf_cuda_harness", pathlib.Path(__file__).resolve().parent.parent / "ops" / "cuda" / "harness.py"
-)
-harness = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(harness)
+from cuda_data import harness
 
 BLOCK_SIZE = 512
 ROUNDS = 5

@@ -9,8 +9,6 @@ from hop_tf.tools.planning import accuracy, candidates
 from hop_tf.tools.timing import MEASURED_CODECS, Measurement, NetworkCosts, Step
 
 _PAGE = pathlib.Path(__file__).parents[3] / "docs" / "measurements.md"
-# Columns whose titles say more than the task.
-_TITLES = {"MNIST": "MNIST, `--tasks", "CIFAR-10": "CIFAR-10 (20,000 images)"}
 
 
 def _tables(section):
@@ -25,7 +23,7 @@ def _points(section, row, task):
     """Yields the tables' values for a row, from the column to the right of a task's column."""
     for titles, *rows in _tables(section):
         for column, title in enumerate(titles[:-1]):
-            if title.startswith(_TITLES.get(task, task)):
+            if title.startswith(task):
                 for cells in rows:
                     if cells[column and 0] == row and len(cells) > column + 1 and cells[column + 1]:
                         yield float(cells[column + 1].split("±")[0])

@@ -1,0 +1,163 @@
+"""Trains with one strategy after the other, in every rank of a cluster, and times the steps.
+
+A benchmark calls `run(__file__, turns, ...)` in its parent process. A turn has the call that makes the strategy, such
+as "HopStrategy(topology='ring')", and all else that is to be known of it. Each rank starts the same file again. There
+`serve(measure)` makes the strategy of each turn, and calls `measure(turn, strategy)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import peers
+import ranks
+import tensorflow as tf
+
+import hop_tf
+from hop_tf.tools.emulation import ComputeEmulation
+
+_TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start. Servers wait for earlier turns.
+_SHAT = "SHATParameterServerStrategy"
+
+
+def serve(measure: Callable[[Mapping, hop_tf.ExchangeStrategy], Any]) -> None:
+    """In the process of a rank, calls `measure(turn, strategy)` for each turn. Does nothing in the parent."""
+    ranks.serve(functools.partial(_measure_all, measure))
+
+
+def _measure_all(measure: Callable, case: Mapping, rank: int) -> list:
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    return [_measure(measure, case, rank, *each) for each in zip(case["turns"], case["addresses"], strict=True)]
+
+
+def _measure(measure: Callable, case: Mapping, rank: int, turn: Mapping, addresses: Sequence[str]) -> Any:
+    num_workers = case["num_workers"]
+    call, *_ = turn["call"].split(" with ")  # As `hop_tf plan` writes it: with so many servers.
+    servers = addresses[num_workers:] if call.startswith(_SHAT) else []
+    if rank >= num_workers + len(servers):
+        return None
+    # Each turn has new addresses: no strategy meets an earlier one of another rank.
+    peers.set_cluster(rank, addresses[:num_workers], servers)
+    options = hop_tf.CommunicationOptions(**{"timeout_seconds": _TIMEOUT_SECONDS, **case["options"]})
+    names = {
+        name: functools.partial(getattr(hop_tf, name), communication_options=options)
+        for name in hop_tf.__all__
+        if name.endswith("Strategy")
+    }
+    names["interfaces"] = case["interfaces"] and case["interfaces"][rank]
+    try:
+        strategy = eval(call, {"hop_tf": hop_tf, "numpy": np, **names})
+    except SystemExit:  # A server, when the workers are done.
+        return None
+    try:
+        return measure(turn, strategy)
+    finally:
+        strategy.shutdown()
+
+
+def run(
+    script: str,
+    turns: Iterable[Mapping],
+    num_workers: int,
+    link: str = ranks.LOOPBACK,
+    *,
+    compute: ComputeEmulation | None = None,
+    options: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = 3600.0,
+    **emulation,
+) -> list[list]:
+    """Runs the turns. If any of them is SHAT's, a further process is the parameter server.
+
+    Args:
+      script: The benchmark's file.
+      turns: Mappings for JSON, with the `call` that makes the strategy. It may use `interfaces`, those of its rank.
+      num_workers: Number of workers.
+      link: See `ranks.run`.
+      compute: Emulated computation, or None.
+      options: Arguments of `CommunicationOptions`.
+      environment: Further variables of the environment.
+      timeout_seconds: Limit for all turns.
+      **emulation: See `ranks.run`.
+
+    Returns:
+      The results of all workers, for each turn.
+    """
+    turns = list(turns)
+    num_servers = int(any(turn["call"].startswith(_SHAT) for turn in turns))
+    of_ranks = ranks.run(
+        script,
+        {"turns": turns, "num_workers": num_workers, "options": dict(options or {})},
+        num_workers + num_servers,
+        link,
+        num_ports=len(turns),
+        environment={**(compute.to_environment() if compute else {}), **(environment or {})},
+        timeout_seconds=timeout_seconds,
+        **emulation,
+    )
+    return [list(of_turn) for of_turn in zip(*of_ranks[:num_workers], strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of a `fit` that count.
+
+    Attributes:
+      times: The end of the step before, and of each of these steps.
+      before: The strategy's report at the first of these times.
+      after: Its report at the last one.
+      flush_seconds: Time from the last step to the end of `fit`.
+    """
+
+    times: np.ndarray
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    flush_seconds: float
+
+    @property
+    def seconds(self) -> np.ndarray:
+        return np.diff(self.times)
+
+    def per_step(self, name: str) -> float:
+        """Returns by how much an entry of the report grows in a step that this rank has made."""
+        return (self.after[name] - self.before[name]) / (self.after["steps"] - self.before["steps"])
+
+    @property
+    def per_second(self) -> float:
+        """Number of steps that this rank has made in a second."""
+        return (self.after["steps"] - self.before["steps"]) / (self.times[-1] - self.times[0])
+
+
+def fit(
+    strategy: hop_tf.ExchangeStrategy, model: keras.Model, num_steps: int, *, warmup: int, batch_size: int = 1
+) -> Steps:
+    """Trains a compiled model on the same batch again and again.
+
+    Args:
+      strategy: The strategy.
+      model: The model.
+      num_steps: Number of steps that count.
+      warmup: Number of steps before these, which contain tracing and the first messages. A slow rank that skips
+        steps may make fewer.
+      batch_size: Rows of a rank.
+    """
+    times, reports = [], []
+
+    def note(batch, logs):
+        times.append(time.monotonic())
+        reports.append(strategy.report())
+
+    num_rows = batch_size * strategy.world_size
+    x = np.random.default_rng(0).normal(size=(num_rows, *model.input_shape[1:])).astype(np.float32)
+    y = np.zeros((num_rows, *model.output_shape[1:]), np.float32)
+    data = tf.data.Dataset.from_tensors((x, y)).repeat(warmup + num_steps)
+    model.fit(data, shuffle=False, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=note)])
+    flush_seconds = time.monotonic() - times[-1]
+    first = max(0, min(warmup - 1, len(times) - 2))
+    return Steps(np.array(times[first:]), reports[first], reports[-1], flush_seconds)
