@@ -96,6 +96,34 @@ def join_torchft(rank: int, addresses: Sequence[str], lighthouses: Sequence[str]
     return torch, manager
 
 
+def join_hivemind(rank: int, addresses: Sequence[str], stores: Sequence[str]) -> tuple[Any, Any, Any, Any]:
+    """Makes hivemind's DHT; returns the packages `torch` and `hivemind`, the DHT, and a function that ends it.
+
+    Args:
+      rank: The rank.
+      addresses: "host:port" of each rank.
+      stores: The same with other ports. At the first one, ranks learn rank 0's name.
+    """
+    import hivemind
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore(*_split(stores[0]), is_master=rank == 0, wait_for_workers=False)
+    first = [store.get("first").decode()] if rank else []
+    host, port = _split(addresses[rank])
+    dht = hivemind.DHT(initial_peers=first, host_maddrs=[f"/ip4/{host}/tcp/{port}"], start=True)
+    if rank == 0:
+        store.set("first", str(dht.get_visible_maddrs()[0]))
+
+    def leave() -> None:
+        store.set(f"left {rank}", "")
+        store.wait([f"left {each}" for each in range(len(addresses))])
+        dht.shutdown()
+
+    return torch, hivemind, dht, leave
+
+
 _KEPT: list[Any] = []  # The servers of this process.
 
 
