@@ -164,9 +164,8 @@ def _train_hivemind(case: Mapping, rank: int) -> delay_ranks.Trained:
 
     def distribute(network: Any, optimizer: Any) -> Any:
         values = [parameter.data for parameter in network.parameters()]
-        averager = hivemind.DecentralizedAverager(
-            values, dht, start=True, prefix="values", target_group_size=case["world_size"], **_MATCHMAKING
-        )
+        sizes = dict.fromkeys(("min_group_size", "target_group_size"), case["world_size"])
+        averager = hivemind.DecentralizedAverager(values, dht, start=True, prefix="values", **sizes, **_MATCHMAKING)
         steps, groups = itertools.count(1), []
 
         def average(*_: Any) -> None:

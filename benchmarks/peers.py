@@ -97,7 +97,7 @@ def join_torchft(rank: int, addresses: Sequence[str], lighthouses: Sequence[str]
 
 
 def join_hivemind(rank: int, addresses: Sequence[str], stores: Sequence[str]) -> tuple[Any, Any, Any, Any]:
-    """Makes hivemind's DHT; returns the packages `torch` and `hivemind`, the DHT, and a function that ends it.
+    """Makes hivemind's DHT; returns `torch`, `hivemind`, the DHT, and a function that ends all processes of hivemind.
 
     Args:
       rank: The rank.
@@ -119,7 +119,8 @@ def join_hivemind(rank: int, addresses: Sequence[str], stores: Sequence[str]) ->
     def leave() -> None:
         store.set(f"left {rank}", "")
         store.wait([f"left {each}" for each in range(len(addresses))])
-        dht.shutdown()
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
 
     return torch, hivemind, dht, leave
 
