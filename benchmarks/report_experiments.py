@@ -193,9 +193,9 @@ EXPERIMENTS = [
         "storm",
         "Ranks that are killed and stopped",
         "benchmark_storm.py",
-        ["--strategies=pipe_sgd,canary", "--steps=120"],
-        full=["--strategies=pipe_sgd,dts,hop,canary,shat", "--steps=180"],
-        minutes=3,
+        ["--strategies=pipe_sgd,canary,torchft", "--steps=120"],
+        full=["--strategies=pipe_sgd,dts,hop,canary,shat,torchft", "--steps=180"],
+        minutes=4,
     ),
     Experiment(
         "kernels",

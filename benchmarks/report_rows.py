@@ -336,6 +336,20 @@ ROWS = [
         for kind, name in {"pipe_sgd": "Pipe-SGD", "canary": "Canary"}.items()
     ),
     Row(
+        "storm: torchft, kept",
+        "storm",
+        "This part of Pipe-SGD over that of torchft",
+        _ratio("storm", "kept", "pipe_sgd", "torchft"),
+        at_least=1.0,
+    ),
+    Row(
+        "storm: torchft, recovery",
+        "storm",
+        "Seconds from a rank's death to the first step of its new process: those of torchft over those of Pipe-SGD",
+        _ratio("storm", "recovery", "torchft", "pipe_sgd"),
+        at_least=1.0,
+    ),
+    Row(
         "storm: problems",
         "storm",
         "Processes that ended with an error in the storms, and storms that left something behind",
