@@ -348,6 +348,7 @@ ROWS = [
         "Seconds from a rank's death to the first step of its new process: those of torchft over those of Pipe-SGD",
         _ratio("storm", "recovery", "torchft", "pipe_sgd"),
         at_least=1.0,
+        why="A new process of Keras traces its step before it can make one. PyTorch's does not.",
     ),
     Row(
         "storm: problems",
