@@ -15,10 +15,10 @@ import time
 from typing import Any
 
 import numpy as np
+import peers
 from sklearn.datasets import load_digits
 
 _SILENCE = datetime.timedelta(seconds=1)
-_START = datetime.timedelta(seconds=40)
 
 
 def make_lighthouse() -> Any:
@@ -42,27 +42,16 @@ def train(folder: str, num_steps: int, batch_size: int, step_seconds: float) -> 
     rank, world_size = cluster["task"]["index"], len(cluster["cluster"]["worker"])
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def load(state: dict) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
-    manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=_SILENCE),
-        load_state_dict=load,
-        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
-        min_replica_size=1,
-        timeout=_SILENCE,
-        quorum_timeout=_START,
-        connect_timeout=_START,
-        rank=0,
-        world_size=1,
-        store_addr="127.0.0.1",
-        store_port=store.port,
-        replica_id=f"rank_{rank}",
-        hostname="127.0.0.1",
-    )
+    def save() -> dict:
+        return {"model": model.state_dict(), "optimizer": inner.state_dict()}
+
+    states = {"load_state_dict": load, "state_dict": save}
+    manager = peers.make_manager(rank, "127.0.0.1", 0, _SILENCE, min_replica_size=1, **states)
     optimizer = torchft.Optimizer(manager, inner)
     x, y = load_digits(return_X_y=True)
     x, y = torch.from_numpy((x / 16).astype(np.float32)), torch.from_numpy(y)
