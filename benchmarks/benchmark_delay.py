@@ -353,6 +353,9 @@ def _check_flags() -> None:
         unknown = {value.partition(":")[0] for value in flags.FLAGS[name].value} - set(values)
         if unknown:
             raise app.UsageError(f"--{name} must be among {', '.join(values)}. Received: {sorted(unknown)}.")
+    has_rate = _LINK.value != ranks.LOOPBACK and "accuracy" not in _EXPERIMENTS.value
+    if not has_rate and any(text.startswith("link") for text in _RANKS.value):
+        raise app.UsageError("--ranks=link needs --experiments=time, and a --link in bits per second.")
     if _BATCH_SIZE.value % _WORLD_SIZE.value:
         raise app.UsageError(
             f"--batch_size must be a multiple of --world_size={_WORLD_SIZE.value}. Received: {_BATCH_SIZE.value}."

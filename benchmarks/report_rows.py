@@ -450,6 +450,7 @@ ROWS = [
 
 _CALLS = {
     "DDP (PyTorch, gloo)": "ddp",
+    "DDP with PowerSGD": "ddp:powersgd",
     "synchronous": "synchronous",
     "PipeSGDStrategy()": "auto",
     "DTSStrategy()": "dts_auto",
