@@ -58,12 +58,13 @@ class Experiment:
 LINKS = {"loopback": "loopback", "1e10": "10 Gbit/s", "1e9": "1 Gbit/s", "1e8": "100 Mbit/s", "1e7": "10 Mbit/s"}
 SLOW_LINKS = ("1e8", "1e7")
 HOOKS = ("ddp", "ddp:fp16", "ddp:powersgd")  # DDP alone, and with its hooks.
+_HOOKS = ",".join(HOOKS)
 # For each value of --ranks: the title, the link, and kinds of training.
 UNEVEN_RANKS = {
     "slow": ("One of three ranks ten times slower", "loopback", "canary,shat,ddp"),
     "slow:4": ("One of three ranks four times slower", "loopback", "canary,shat,ddp"),
     "random": ("Every rank six times slower in one of three steps", "loopback", "canary,shat,ddp"),
-    "link:10": ("One of three links with 100 Mbit/s, the others with 1 Gbit/s", "1e9", ",".join(HOOKS)),
+    "link:10": ("One of three links with 100 Mbit/s, the others with 1 Gbit/s", "1e9", f"auto,dts_auto,{_HOOKS}"),
 }
 _TRAINING = ("--experiments=time", "--tasks=digits", "--seeds=0", "--schedule=cosine")
 _STEP = ("--models=perceptron", "--worlds=1,2", "--rounds=3", "--steps=100")
@@ -98,12 +99,8 @@ EXPERIMENTS = [
             f"training {link}",
             f"Whole training without arguments, {LINKS[link]}",
             "benchmark_delay.py",
-            [*_TRAINING, f"--link={link}", f"--kinds=auto,dts_auto,{','.join(HOOKS) if link in SLOW_LINKS else 'ddp'}"],
-            full=[
-                "--tasks=digits,perceptron,cnn",
-                "--seeds=0,1,2",
-                f"--kinds=auto,dts_auto,{','.join(HOOKS)},mirrored",
-            ],
+            [*_TRAINING, f"--link={link}", f"--kinds=auto,dts_auto,{_HOOKS if link in SLOW_LINKS else 'ddp'}"],
+            full=["--tasks=digits,perceptron,cnn", "--seeds=0,1,2", f"--kinds=auto,dts_auto,{_HOOKS},mirrored"],
             sizes=(FULL,) if link in ("1e7", "1e10") else (SMALL, FULL),
             minutes=3 if link in SLOW_LINKS else 1,
         )
@@ -122,7 +119,7 @@ EXPERIMENTS = [
             f"ranks {ranks}",
             title,
             "benchmark_delay.py",
-            [*_TRAINING, f"--link={link}", f"--ranks={ranks}", f"--kinds=auto,dts_auto,{kinds}"],
+            [*_TRAINING, f"--link={link}", f"--ranks={ranks}", f"--kinds={kinds}"],
             full=["--seeds=0,1,2", f"--kinds=hop,auto,dts_auto,canary,shat,{kinds},mirrored"],
             sizes=(SMALL, FULL) if ranks.startswith("slow") else (FULL,),
             minutes=2 if ranks == "slow:4" else 3,
