@@ -1,7 +1,7 @@
 """torchft in the storm of `benchmark_storm.py`: its manager averages gradients among ranks that come and go.
 
 A rank that has lost a peer discards the step, and goes on with the others. A new process takes the weights of a peer.
-Ranks notice a loss after a second of silence. A lost rank's rows are left out: each rank has its own tenth of a batch.
+Ranks notice a loss after a second of silence. A lost rank's rows are left out: each rank has its own part of a batch.
 """
 
 from __future__ import annotations
