@@ -13,9 +13,9 @@ accuracy    Accuracy on held-out data for every strategy, with its default setti
             a constant rate, accuracy varies by about a point from step to step; --schedule=cosine prevents that.
 time        Seconds to --target times the final accuracy of synchronous training (of the same seed), on an emulated
             network with --link bits per second and --round_trip seconds (which needs root). PyTorch's
-            DistributedDataParallel over gloo, tf_keras's MultiWorkerMirroredStrategy and torchft's DiLoCo are compared,
-            if they are installed. The first step, which traces, does not count, nor does evaluation: rank 0 keeps the
-            weights with which it computes every --evaluate_every steps, and evaluates them afterwards.
+            DistributedDataParallel over gloo, tf_keras's MultiWorkerMirroredStrategy, torchft's DiLoCo and hivemind are
+            compared, if they are installed. The first step, which traces, does not count, nor does evaluation: rank 0
+            keeps the weights with which it computes every --evaluate_every steps, and evaluates them afterwards.
 
 Ranks are real processes that call `fit`; nothing is simulated. In accuracy they are on loopback. All kinds of training
 begin with the same weights and see the same global batches, of which each rank takes its contiguous part. When `fit`
@@ -35,9 +35,12 @@ Kinds, --kinds: labels of a strategy with, behind colons, arguments of its const
   hop, pipe, dts, canary, shat   the strategies (shat with one server more, on a host of its own); pipe and dts are
                                  lossless over a mesh, unless others are given, with K = 2, or D = 4 and p = 4
   ddp, mirrored                  PyTorch and tf_keras, in time only
+  ddp:fp16, ddp:powersgd:4:2     DDP's hooks, in time only: 16 bits; PowerSGD of rank 4 after 2 steps without
   diloco:p:D:P                   torchft's DiLoCo, in time only: P fragments, each sent every p steps, D steps early
-Ranks, --ranks: with "slow" the last rank is ten times slower than the others, with "random" every rank is six times
-slower in one of n steps. Computation is then emulated: asleep.
+  hivemind:p                     local SGD, averaged by hivemind every p steps, in time only
+Ranks, --ranks: with "slow" or "slow:10" the last rank is ten times slower than the others, with "random" or "random:6"
+  every rank is six times slower in one of n steps. Computation is then emulated: asleep. With "link:10" the last
+  rank's link has a tenth of the others' rate.
 Shards, --shards: with "skewed" each rank has its own classes (files, in transformer), and draws from them only.
 """
 
@@ -78,13 +81,12 @@ _KINDS = [
     "canary:bsp",
     "shat",
 ]
-_ALIKE, _SLOW, _RANDOM = "alike", "slow", "random"
 
 _EXPERIMENTS = flags.DEFINE_list("experiments", ["accuracy"], "What to run: accuracy, time.")
 _TASKS = flags.DEFINE_list("tasks", ["perceptron", "cnn", "resnet", "transformer"], "What is trained.")
 _KINDS_USED = flags.DEFINE_list("kinds", None, f"How. Default: {','.join(_KINDS)}; in time ddp and mirrored, too.")
 _OPTIMIZERS = flags.DEFINE_list("optimizers", ["sgd"], "sgd (momentum 0.9), adamw, muon.")
-_RANKS = flags.DEFINE_list("ranks", [_ALIKE], "alike, slow, random.")
+_RANKS = flags.DEFINE_list("ranks", ["alike"], "alike, slow:10, random:6, link:10.")
 _SHARDS = flags.DEFINE_list("shards", [delay_tasks.IDENTICAL], "identical, skewed.")
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds; each is a training of each kind.")
 _WORLD_SIZE = flags.DEFINE_integer("world_size", 3, "Ranks.", lower_bound=2)
@@ -110,7 +112,6 @@ _TARGET = flags.DEFINE_float("target", 0.98, "Of time: the share of synchronous 
 _EVALUATE_EVERY = flags.DEFINE_integer("evaluate_every", 5, "Of time: steps between evaluations.", lower_bound=1)
 _TIMEOUT_SECONDS = flags.DEFINE_float("timeout_seconds", 3600.0, "How long a training may take.")
 
-_SLOWDOWN, _RANDOM_SLOWDOWN = 10, 6
 _SLOW_STEP_SECONDS = 0.05
 _TIME_TEST_ROWS = 2000  # Each training is evaluated dozens of times there.
 _FAILED = Trained(accuracy=np.nan, loss=np.nan, seconds=np.nan)
@@ -123,7 +124,7 @@ class Setting:
     Attributes:
       task: Name of the task.
       optimizer: "sgd", "adamw" or "muon".
-      ranks: "alike" or "slow".
+      ranks: As --ranks has them.
       shards: "identical" or "skewed".
     """
 
@@ -151,7 +152,7 @@ def _serve(case: dict, rank: int) -> Trained | None:
 def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: int | None) -> list[Trained | None]:
     """Trains; returns the results of the ranks. If a rank fails, prints that, and returns an empty list."""
     world_size, task = _WORLD_SIZE.value, delay_tasks.TASKS[setting.task]
-    step_seconds = _step_seconds(setting)
+    step_seconds, (uneven, factor) = _step_seconds(setting), delay_ranks.parse_ranks(setting.ranks)
     case = {
         "task": setting.task,
         "cifar10": _CIFAR10.value,
@@ -170,13 +171,15 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
     }
     environment = {}
     if step_seconds:
-        slowdowns = {
-            _ALIKE: (),
-            _SLOW: (Slowdown(rank=world_size - 1, factor=_SLOWDOWN),),
-            _RANDOM: (Slowdown(rank=None, factor=_RANDOM_SLOWDOWN),),
-        }[setting.ranks]
+        slow_rank = {"slow": world_size - 1, "random": None}
+        slowdowns = (Slowdown(slow_rank[uneven], factor),) if uneven in slow_rank else ()
         environment = ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns, seed=seed).to_environment()
     num_servers = 0 if delay_peers.package_of(kind) else delay_ranks.parse_kind(kind).num_servers
+    network_of = {"round_trip_seconds": _ROUND_TRIP.value}
+    if uneven == "link":
+        rates = [float(link)] * (world_size + num_servers)
+        rates[world_size - 1] /= factor
+        network_of["bandwidth_bits_per_second"] = rates
     try:
         return ranks.run(
             __file__,
@@ -186,7 +189,7 @@ def _train(setting: Setting, kind: str, seed: int, link: str, evaluate_every: in
             num_ports=delay_peers.num_ports_of(kind),
             environment=environment,
             timeout_seconds=_TIMEOUT_SECONDS.value,
-            round_trip_seconds=_ROUND_TRIP.value,
+            **network_of,
         )[:world_size]
     except RuntimeError as error:  # Keeps the results of the hours before.
         print(f"  {kind}, seed {seed}, has failed: {error}", flush=True)
@@ -203,7 +206,7 @@ def _learning_rate(setting: Setting) -> float:
 def _step_seconds(setting: Setting) -> float:
     if _STEP_SECONDS.value is not None:
         return _STEP_SECONDS.value
-    return 0.0 if setting.ranks == _ALIKE else _SLOW_STEP_SECONDS
+    return _SLOW_STEP_SECONDS if delay_ranks.parse_ranks(setting.ranks)[0] in ("slow", "random") else 0.0
 
 
 def _settings(tasks: Sequence[str], all_ranks: Sequence[str]) -> list[Setting]:
@@ -343,13 +346,16 @@ def _check_flags() -> None:
         "experiments": _RUN,
         "tasks": delay_tasks.TASKS,
         "optimizers": delay_ranks.OPTIMIZERS,
-        "ranks": (_ALIKE, _SLOW, _RANDOM),
+        "ranks": delay_ranks.FACTORS,
         "shards": (delay_tasks.IDENTICAL, delay_tasks.SKEWED),
     }
     for name, values in allowed.items():
-        unknown = set(flags.FLAGS[name].value) - set(values)
+        unknown = {value.partition(":")[0] for value in flags.FLAGS[name].value} - set(values)
         if unknown:
             raise app.UsageError(f"--{name} must be among {', '.join(values)}. Received: {sorted(unknown)}.")
+    has_rate = _LINK.value != ranks.LOOPBACK and "accuracy" not in _EXPERIMENTS.value
+    if not has_rate and any(text.startswith("link") for text in _RANKS.value):
+        raise app.UsageError("--ranks=link needs --experiments=time, and a --link in bits per second.")
     if _BATCH_SIZE.value % _WORLD_SIZE.value:
         raise app.UsageError(
             f"--batch_size must be a multiple of --world_size={_WORLD_SIZE.value}. Received: {_BATCH_SIZE.value}."

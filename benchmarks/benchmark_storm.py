@@ -18,13 +18,15 @@ to its last step, except while it is stopped or recovers. Shown are
 - equal: True if all ranks end with the same weights, to the bit (if that is promised);
 - problems: processes that have not ended with 0; threads, processes and sockets that are left.
 
-Processes are forked from one that has imported everything: a real process takes some seconds more to come back.
+Processes are forked from one that has imported everything: a real process takes some seconds more to come back. With
+`--strategies=torchft`, torchft trains the same model: see `storm_torchft.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 import random
 import tempfile
@@ -34,14 +36,16 @@ from collections.abc import Iterator
 
 import keras
 import numpy as np
+import peers
 import psutil
 import results
+import storm_torchft
 from absl import app, flags
 from sklearn.datasets import load_digits
 
 import hop_tf
 from hop_tf.tools.testing import MultiProcessRunner, stop_fork_server
-from hop_tf.tools.testing.multi_process import MultiProcessError
+from hop_tf.tools.testing.multi_process import DEFAULT_PRELOAD, MultiProcessError
 
 _STRATEGIES = flags.DEFINE_list("strategies", ["pipe_sgd", "dts", "hop", "canary", "shat"], "Which ones.")
 _STEPS = flags.DEFINE_integer("steps", 180, "Steps of a training.", lower_bound=20)
@@ -102,6 +106,8 @@ class _Steps(keras.callbacks.Callback):
 
 def _train(name: str, folder: str, num_steps: int) -> tuple[float, str]:
     """Trains a rank; returns its final accuracy, and a digest of its weights."""
+    if name == "torchft":
+        return storm_torchft.train(folder, num_steps, _BATCH_SIZE, float(os.environ["HOP_TF_STEP_SECONDS"]))
     strategy = _MAKE[name](hop_tf.CommunicationOptions(timeout_seconds=40.0))
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32)
@@ -182,8 +188,12 @@ class _Run:
 def _run(name: str, with_faults: bool) -> _Run:
     num_ps = int(name == "shat")
     env = {"HOP_TF_STEP_SECONDS": repr(_STEP_SECONDS.value)} if _STEP_SECONDS.value else {}
+    preload = DEFAULT_PRELOAD
+    if name == "torchft":
+        preload, lighthouse = (*DEFAULT_PRELOAD, "torchft", "sklearn.datasets"), storm_torchft.make_lighthouse()
+        env["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {"args": (name, folder, _STEPS.value), "num_ps": num_ps, "env": env}
+        arguments = {"preload": preload, "args": (name, folder, _STEPS.value), "num_ps": num_ps, "env": env}
         with MultiProcessRunner(_train, _NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, **arguments) as runner:
             while not all(_steps_of(folder, rank).size for rank in range(_NUM_RANKS)):
                 time.sleep(0.05)
@@ -241,7 +251,9 @@ def _describe(name: str, free: _Run, storm: _Run, before: tuple[int, int]) -> st
     problems = [*free.problems, *storm.problems, *(["something is left"] if after > before else [])]
     recovery = f"{np.median(storm.recoveries):.1f} s" if kills else "-"
     results.note("kept", name, storm.rate / free.rate)
-    results.note("problems", name, len(problems))
+    if kills:
+        results.note("recovery", name, np.median(storm.recoveries))
+    results.note("problems" if name in _MAKE else "problems of peers", name, len(problems))
     return (
         f"| {name} | {kills}, {len(storm.faults) - kills} | {storm.rate / free.rate:.2f} | {recovery} | "
         f"{', '.join(accuracies)} | {equal} | {'; '.join(problems) or 'none'} |"
@@ -252,6 +264,9 @@ def main(_) -> None:
     print("| strategy | kills, stops | kept | recovery | accuracy undisturbed, in the storm | equal | problems |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in _STRATEGIES.value:
+        if name == "torchft" and not peers.is_installed(name):
+            print("torchft is left out: it is not installed.")
+            continue
         free = _run(name, with_faults=False)
         before = _left()
         print(_describe(name, free, _run(name, with_faults=True), before), flush=True)

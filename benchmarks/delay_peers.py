@@ -23,9 +23,10 @@ import peers
 
 from hop_tf.tools.emulation import ComputeEmulation
 
-DDP, MIRRORED, DILOCO = "ddp", "mirrored", "diloco"
+DDP, MIRRORED, DILOCO, HIVEMIND = "ddp", "mirrored", "diloco", "hivemind"
 _PASSES = 3  # A backward pass takes as long as two forward passes.
-_PACKAGES = {DDP: "torch", MIRRORED: "tf_keras", DILOCO: "torchft"}
+_PACKAGES = {DDP: "torch", MIRRORED: "tf_keras", DILOCO: "torchft", HIVEMIND: "hivemind"}
+_MATCHMAKING = {"min_matchmaking_time": 2.0, "request_timeout": 1.5}  # hivemind's defaults are for large steps.
 KINDS = list(_PACKAGES)
 
 
@@ -40,12 +41,12 @@ def _name_of(kind: str) -> str:
 
 def num_ports_of(kind: str) -> int:
     """Returns the number of a rank's ports."""
-    return 2 if _name_of(kind) == DILOCO else 1
+    return 2 if _name_of(kind) in (DILOCO, HIVEMIND) else 1
 
 
 def train(case: Mapping, rank: int) -> delay_ranks.Trained:
-    """Trains by DistributedDataParallel over gloo, MultiWorkerMirroredStrategy, or torchft's DiLoCo."""
-    trains = {DDP: _train_ddp, MIRRORED: _train_mirrored, DILOCO: _train_diloco}
+    """Trains by DistributedDataParallel over gloo, MultiWorkerMirroredStrategy, torchft's DiLoCo, or hivemind."""
+    trains = {DDP: _train_ddp, MIRRORED: _train_mirrored, DILOCO: _train_diloco, HIVEMIND: _train_hivemind}
     return trains[_name_of(case["kind"])](case, rank)
 
 
@@ -109,10 +110,27 @@ def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
 
 
 def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
+    """Trains `ddp`, or with a hook: `ddp:fp16`, or `ddp:powersgd:rank:start`, by default of rank 4 after 2 steps."""
     torch = peers.join_gloo(rank, *case["addresses"])
-    return _train_torch(
-        torch, case, rank, lambda network, optimizer: torch.nn.parallel.DistributedDataParallel(network)
-    )
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    _, *hook = case["kind"].split(":")
+
+    def distribute(network: Any, optimizer: Any) -> Any:
+        model = torch.nn.parallel.DistributedDataParallel(network)
+        if hook[:1] == ["powersgd"]:
+            state = powerSGD_hook.PowerSGDState(None, *_given(hook[1:], 4, 2))
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif hook:
+            model.register_comm_hook(None, getattr(default_hooks, f"{hook[0]}_compress_hook"))
+        return model
+
+    return _train_torch(torch, case, rank, distribute)
+
+
+def _given(texts: Sequence[str], *defaults: int) -> tuple[int, ...]:
+    """Returns the numbers of a label, and the defaults of those that are left out."""
+    return (*map(int, texts), *defaults[len(texts) :])
 
 
 def _train_diloco(case: Mapping, rank: int) -> delay_ranks.Trained:
@@ -123,8 +141,7 @@ def _train_diloco(case: Mapping, rank: int) -> delay_ranks.Trained:
     torch, manager = peers.join_torchft(rank, *case["addresses"])
     from torchft.local_sgd import DiLoCo
 
-    given = list(map(int, case["kind"].split(":")[1:]))
-    interval, delay, num_fragments = [*given, *(20, 0, 1)[len(given) :]]
+    interval, delay, num_fragments = _given(case["kind"].split(":")[1:], 20, 0, 1)
 
     def distribute(network: Any, optimizer: Any) -> Any:
         values = list(network.parameters())
@@ -135,6 +152,41 @@ def _train_diloco(case: Mapping, rank: int) -> delay_ranks.Trained:
         return network
 
     return _train_torch(torch, case, rank, distribute)
+
+
+def _train_hivemind(case: Mapping, rank: int) -> delay_ranks.Trained:
+    """Trains `hivemind:interval`, by default 20: local SGD, whose parameters hivemind averages every `interval` steps.
+
+    The ranks look for each other before, while they compute.
+    """
+    torch, hivemind, dht, leave = peers.join_hivemind(rank, *case["addresses"])
+    (interval,) = _given(case["kind"].split(":")[1:], 20)
+
+    def distribute(network: Any, optimizer: Any) -> Any:
+        values = [parameter.data for parameter in network.parameters()]
+        sizes = dict.fromkeys(("min_group_size", "target_group_size"), case["world_size"])
+        averager = hivemind.DecentralizedAverager(values, dht, start=True, prefix="values", **sizes, **_MATCHMAKING)
+        steps, groups = itertools.count(1), []
+
+        def average(*_: Any) -> None:
+            step = next(steps)
+            if step % interval == 1:
+                groups.append(averager.step(wait=False, require_trigger=True))
+            elif step % interval == 0:
+                with averager.get_tensors() as averaged:
+                    torch._foreach_copy_(averaged, values)
+                group = groups.pop()
+                group.allow_allreduce()
+                group.result()
+                with averager.get_tensors() as averaged:
+                    torch._foreach_copy_(values, averaged)
+
+        optimizer.register_step_post_hook(average)
+        return network
+
+    trained = _train_torch(torch, case, rank, distribute)
+    leave()
+    return trained
 
 
 def _train_torch(torch: Any, case: Mapping, rank: int, distribute: Callable[[Any, Any], Any]) -> delay_ranks.Trained:

@@ -27,6 +27,7 @@ SYNCHRONOUS = "synchronous"
 _PLAIN = {"codec": None, "algorithm": "mesh"}
 OPTIMIZERS = ("sgd", "adamw", "muon")
 SCHEDULES = CONSTANT, COSINE = "constant", "cosine"
+FACTORS = {"alike": 1, "slow": 10, "random": 6, "link": 10}  # By the names of --ranks, the default factors.
 KERAS_RATE, MOMENTUM = 0.001, 0.9
 TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start.
 
@@ -81,6 +82,12 @@ def parse_kind(label: str) -> Kind:
             raise ValueError(f"{make_strategy.__name__} has no such argument: {text!r}. Received: {label!r}.")
         settings[argument] = _value(value)
     return Kind(make_strategy, settings, num_servers=int(name == "shat"))
+
+
+def parse_ranks(text: str) -> tuple[str, float]:
+    """Returns the name and the factor of --ranks such as "slow" or "slow:4"."""
+    name, _, factor = text.partition(":")
+    return name, float(factor or FACTORS[name])
 
 
 def _value(text: str) -> Any:

@@ -108,7 +108,7 @@ def batches(data: Data, rows: np.ndarray, augments: bool, seed: int) -> tf.data.
 
 
 def _augmented(x: tf.Tensor, seed: tf.Tensor) -> tf.Tensor:
-    """Mirrors half of the images, and moves all by up to an eighth, as `images.augmented`. Zeros fill the gap."""
+    """Mirrors half of the images, and moves all by up to an eighth. Zeros fill the gap."""
     mirrored, down, right = (seed + tf.constant([1000 * part, 0], tf.int64) for part in (1, 2, 3))
     num_images = tf.shape(x)[0]
     height, width = x.shape[1] // 8, x.shape[2] // 8

@@ -63,8 +63,6 @@ def join_torchft(rank: int, addresses: Sequence[str], lighthouses: Sequence[str]
       lighthouses: The same with other ports. The first one is that of the lighthouse.
     """
     import torch
-    import torch.distributed
-    import torchft
     import torchft.coordination
 
     torch.set_num_threads(1)
@@ -74,26 +72,63 @@ def join_torchft(rank: int, addresses: Sequence[str], lighthouses: Sequence[str]
         bind = f"[::]:{_split(lighthouses[0])[1]}"
         lighthouse = torchft.coordination.LighthouseServer(bind=bind, min_replicas=world_size, join_timeout_ms=1000)
         _KEPT.append(lighthouse)
-    _KEPT.append(torch.distributed.TCPStore(host, port, is_master=True, wait_for_workers=False))
+    arguments = {
+        "lighthouse_addr": f"http://{lighthouses[0]}",
+        "min_replica_size": world_size,
+        "use_async_quorum": False,
+    }
     timeout = datetime.timedelta(minutes=10)
-    manager = torchft.Manager(
+    arguments |= {"load_state_dict": None, "state_dict": None, "init_sync": False}  # All have the same weights.
+    return torch, make_manager(rank, host, port, timeout, quorum_timeout=timeout, **arguments)
+
+
+def make_manager(rank: int, host: str, port: int, timeout: datetime.timedelta, **arguments: Any) -> Any:
+    """Makes torchft's manager of a rank that is a replica of its own, with further `arguments` of `torchft.Manager`."""
+    import torch.distributed
+    import torchft
+
+    store = torch.distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    _KEPT.append(store)
+    return torchft.Manager(
         pg=torchft.ProcessGroupGloo(timeout=timeout),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=world_size,
-        use_async_quorum=False,
         timeout=timeout,
-        quorum_timeout=timeout,
         rank=0,
         world_size=1,
         store_addr=host,
-        store_port=port,
-        lighthouse_addr=f"http://{lighthouses[0]}",
+        store_port=store.port,
         replica_id=f"replica_{rank}",
         hostname=host,
-        init_sync=False,  # All have the same weights.
+        **arguments,
     )
-    return torch, manager
+
+
+def join_hivemind(rank: int, addresses: Sequence[str], stores: Sequence[str]) -> tuple[Any, Any, Any, Any]:
+    """Makes hivemind's DHT; returns `torch`, `hivemind`, the DHT, and a function that ends all processes of hivemind.
+
+    Args:
+      rank: The rank.
+      addresses: "host:port" of each rank.
+      stores: The same with other ports. At the first one, ranks learn rank 0's name.
+    """
+    import hivemind
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    store = torch.distributed.TCPStore(*_split(stores[0]), is_master=rank == 0, wait_for_workers=False)
+    first = [store.get("first").decode()] if rank else []
+    host, port = _split(addresses[rank])
+    dht = hivemind.DHT(initial_peers=first, host_maddrs=[f"/ip4/{host}/tcp/{port}"], start=True)
+    if rank == 0:
+        store.set("first", str(dht.get_visible_maddrs()[0]))
+
+    def leave() -> None:
+        store.set(f"left {rank}", "")
+        store.wait([f"left {each}" for each in range(len(addresses))])
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+
+    return torch, hivemind, dht, leave
 
 
 _KEPT: list[Any] = []  # The servers of this process.

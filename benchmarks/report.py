@@ -4,9 +4,9 @@
     python benchmarks/report.py --size=full      # hours
     python benchmarks/report.py --size=quick     # some minutes; writes no page, fails if a row is worse than on it
 
-Every experiment is a benchmark of this folder, in a process of its own. `headlines.py` has the list. What was measured
-stays in --output (by default build/report). After an interruption, the next call with the same commit, and without
-changes, goes on with the next experiment.
+Every experiment is a benchmark of this folder, in a process of its own. `report_experiments.py` has the list. What was
+measured stays in --output (by default build/report). After an interruption, the next call with the same commit, and
+without changes, goes on with the next experiment.
 
 A value is the median over rounds, and its spread half the distance between the largest and the smallest one. A value
 that was measured once counts as 10 % wide. The page marks what misses its required value, and names what is worse than
@@ -32,23 +32,24 @@ import textwrap
 import time
 from collections.abc import Sequence
 
-import headlines
 import psutil
+import report_experiments
 import report_page
+import report_rows
 import results
 from absl import app, flags
-from headlines import Experiment
+from report_experiments import Experiment
 from report_page import Measurements, Report, Value
 
 from hop_tf.tools.testing import network
 
-_SIZE = flags.DEFINE_enum("size", headlines.SMALL, headlines.SIZES, "How much is measured.")
+_SIZE = flags.DEFINE_enum("size", report_experiments.SMALL, report_experiments.SIZES, "How much is measured.")
 _ONLY = flags.DEFINE_list("only", None, "Measures only these experiments, and writes no page.")
 _DOCS = flags.DEFINE_string("docs", None, "The folder of the page. Default: docs of this checkout.")
 _TIMEOUT_MINUTES = flags.DEFINE_float("timeout_minutes", 15.0, "Limit of an experiment of the small report.")
 
 _BENCHMARKS = pathlib.Path(__file__).parent
-_PEERS = ("torch", "torchft", "tf_keras")
+_PEERS = ("torch", "torchft", "tf_keras", "hivemind")
 _PACKAGES = ("tensorflow_cpu", "keras", "numpy", *_PEERS)
 _CHANGED = " with changes"
 _WIDTH = 120
@@ -79,7 +80,7 @@ def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | Non
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     script, *arguments = command
-    minutes = _TIMEOUT_MINUTES.value * (_FULL_TIMES if _SIZE.value == headlines.FULL else 1)
+    minutes = _TIMEOUT_MINUTES.value * (_FULL_TIMES if _SIZE.value == report_experiments.FULL else 1)
     with open(folder / "log.txt", "w") as log:
         process = subprocess.Popen(
             [sys.executable, _BENCHMARKS / script, *arguments, f"--output={folder}"],
@@ -172,21 +173,21 @@ def main(argv: Sequence[str]) -> None:
     """Measures, and writes or compares."""
     del argv
     commit = _commit()
-    names = [experiment.name for experiment in headlines.EXPERIMENTS]
+    names = [experiment.name for experiment in report_experiments.EXPERIMENTS]
     if unknown := set(_ONLY.value or ()).difference(names):
         raise app.UsageError(f"--only must be among {', '.join(names)}. Received: {sorted(unknown)}.")
     docs = pathlib.Path(_DOCS.value) if _DOCS.value else _BENCHMARKS.parent / "docs"
     experiments = [
         each
-        for each in headlines.EXPERIMENTS
+        for each in report_experiments.EXPERIMENTS
         if each.command(_SIZE.value) is not None and (_ONLY.value is None or each.name in _ONLY.value)
     ]
     measurements, problems = _measure(experiments, commit)
     measured = {experiment.name for experiment in experiments}
-    rows = [row for row in headlines.ROWS if row.section in measured]
+    rows = [row for row in report_rows.ROWS if row.section in measured]
     values = {row.name: value for row in rows if (value := measurements.value(row)) is not None}
     report = Report(_SIZE.value, experiments, rows, values, _values_before(docs / "results.json"), problems)
-    if _SIZE.value == headlines.QUICK or _ONLY.value is not None:
+    if _SIZE.value == report_experiments.QUICK or _ONLY.value is not None:
         _compare(report)
     else:
         _write(report, measurements, commit, docs)
@@ -194,7 +195,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _write(report: Report, measurements: Measurements, commit: str, docs: pathlib.Path) -> None:
     docs.mkdir(parents=True, exist_ok=True)
-    drawn = [each.name for each in headlines.PICTURES if report_page.draw(each, measurements, docs / "pictures")]
+    drawn = [each.name for each in report_rows.PICTURES if report_page.draw(each, measurements, docs / "pictures")]
     (docs / "results.md").write_text(report.page(_facts(commit), drawn))
     raw = {
         "commit": commit,

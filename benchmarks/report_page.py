@@ -8,10 +8,12 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import headlines
 import numpy as np
+import report_experiments
+import report_rows
 import results
-from headlines import Experiment, Picture, Row
+from report_experiments import Experiment
+from report_rows import Picture, Row
 
 # The spread of a value that was measured once, and the largest spread that is compared with, as parts of it.
 _SPREAD_OF_ONE, _MOST = 0.1, 0.25
@@ -134,7 +136,7 @@ class Report:
     @property
     def lost(self) -> list[Row]:
         """The rows that were measured before. The quick report leaves out some on purpose, and has none."""
-        if self.size == headlines.QUICK:
+        if self.size == report_experiments.QUICK:
             return []
         return [row for row in self.rows if row.name in self.before and row.name not in self.values]
 
@@ -172,7 +174,7 @@ class Report:
         missed = [row for row in rows if row.name in self.values and not is_reached(row, self.values[row.name])]
         for why in dict.fromkeys(row.why for row in missed if row.why):
             yield from (why, "")
-        for picture in headlines.PICTURES:
+        for picture in report_rows.PICTURES:
             if picture.section == experiment.name and picture.name in drawn:
                 yield from (f"![{picture.title}](pictures/{picture.name}.png)", "")
         yield from (f"`python benchmarks/{shlex.join(experiment.command(self.size))}`", "")

@@ -8,6 +8,7 @@ import sysconfig
 import tempfile
 import unittest
 
+import delay_peers
 import delay_ranks
 import delay_tasks
 import numpy as np
@@ -127,6 +128,21 @@ class KindTest(parameterized.TestCase):
         kind = delay_ranks.parse_kind(label)
         self.assertEqual((kind.make_strategy, kind.settings), (make_strategy, settings))
         self.assertEqual(kind.num_servers, int(label.startswith("shat")))
+
+    @parameterized.parameters(
+        ("alike", "alike", 1), ("slow", "slow", 10), ("slow:4", "slow", 4), ("link:2.5", "link", 2.5)
+    )
+    def test_parse_ranks(self, label, name, factor):
+        self.assertEqual(delay_ranks.parse_ranks(label), (name, factor))
+
+    @parameterized.parameters(
+        ("ddp:powersgd:4:2", "torch", 1),
+        ("diloco:20:9:2", "torchft", 2),
+        ("hivemind:20", "hivemind", 2),
+        ("dts", None, 1),
+    )
+    def test_peers(self, label, package, num_ports):
+        self.assertEqual((delay_peers.package_of(label), delay_peers.num_ports_of(label)), (package, num_ports))
 
     @parameterized.parameters("ring", "dts:1:1:1", "pipe:width=2")
     def test_refuses(self, label):

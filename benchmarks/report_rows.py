@@ -1,17 +1,13 @@
-"""The report's experiments, and the rows and pictures that are made of what they measure. See `report.py`."""
+"""The rows and pictures of the report, made of what the experiments measure. See `report.py`."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
-
-QUICK, SMALL, FULL = "quick", "small", "full"
-SIZES = (QUICK, SMALL, FULL)
+from report_experiments import HOOKS, LINKS, SLOW_LINKS, UNEVEN_RANKS
 
 
 class Measured(Protocol):
@@ -20,50 +16,6 @@ class Measured(Protocol):
     def __call__(self, experiment: str, quantity: str, case: str) -> np.ndarray: ...
 
     def all(self, experiment: str, quantity: str) -> np.ndarray: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """A run of a benchmark.
-
-    Attributes:
-      name: Name of the experiment.
-      title: Title of its section on the page.
-      script: The benchmark's file.
-      arguments: Its arguments in the small report.
-      full: Further arguments in the full report. A flag that comes twice counts as it comes last.
-      quick: Further arguments in the quick report, or None if the experiment is not in it.
-      sizes: The reports that contain it, "quick" aside.
-      data: Name of the data in `keras.datasets`' folder, or None if it needs none.
-      minutes: About how long it takes in the small report, on two cores.
-    """
-
-    name: str
-    title: str
-    script: str
-    arguments: Sequence[str]
-    full: Sequence[str] = ()
-    quick: Sequence[str] | None = None
-    sizes: Sequence[str] = (SMALL, FULL)
-    data: str | None = None
-    minutes: float = 2.0
-
-    def command(self, size: str) -> list[str] | None:
-        """Returns script and arguments in a report of that size, or None if the experiment is not in it."""
-        if size == QUICK:
-            return None if self.quick is None else [self.script, *self.arguments, *self.quick]
-        if size not in self.sizes:
-            return None
-        return [self.script, *self.arguments, *(self.full if size == FULL else ())]
-
-    @property
-    def missing_data(self) -> pathlib.Path | None:
-        """The folder of data that is missing, or None."""
-        if self.data is None:
-            return None
-        home = os.environ.get("KERAS_HOME") or pathlib.Path.home() / ".keras"
-        folder = pathlib.Path(home, "datasets", self.data)
-        return None if folder.exists() else folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,167 +66,6 @@ class Picture:
     groups: Mapping[str, Sequence[tuple[str, str, str, str]]]
 
 
-_LINKS = {"loopback": "loopback", "1e10": "10 Gbit/s", "1e9": "1 Gbit/s", "1e8": "100 Mbit/s", "1e7": "10 Mbit/s"}
-_SLOW_RANKS = {
-    "slow": "One of three ranks ten times slower",
-    "random": "Every rank six times slower in one of three steps",
-}
-_TRAINING = ("--experiments=time", "--tasks=digits", "--seeds=0", "--schedule=cosine")
-_STEP = ("--models=perceptron", "--worlds=1,2", "--rounds=3", "--steps=100")
-_STEP_KINDS = "keras,pipe_sgd_k1,dts_4_4,hop,canary,shat,torch,ddp,tf_keras,mirrored"
-_MEMBERS = "--members=mesh/identity,ring/identity,mesh/int8,ring/int8,gloo"
-_KERNELS = "10000000 gaussian"
-_SITES = ("--world_size=2", "--batch_size=96", "--round_trip=0.277", "--step_seconds=0.05", "--link=1e8")
-
-EXPERIMENTS = [
-    Experiment(
-        "step",
-        "A step",
-        "benchmark_step.py",
-        [*_STEP, f"--kinds={_STEP_KINDS}"],
-        full=["--models=perceptron,deep", "--worlds=1,2,4", "--rounds=5"],
-        quick=["--rounds=2", "--steps=60", "--kinds=keras,pipe_sgd_k1,torch,ddp"],
-        minutes=6,
-    ),
-    *(
-        Experiment(
-            f"all-reduce {link}",
-            f"All-reduce, {_LINKS[link]}",
-            "benchmark_allreduce.py",
-            [f"--links={link}", "--world_sizes=4", "--megabytes=25", "--rounds=5", _MEMBERS],
-            full=["--world_sizes=2,4", "--megabytes=1,25,100", "--rounds=9"],
-            quick=["--rounds=3"] if link == "loopback" else None,
-            minutes=1,
-        )
-        for link in ("loopback", "1e9")
-    ),
-    *(
-        Experiment(
-            f"training {link}",
-            f"Whole training without arguments, {_LINKS[link]}",
-            "benchmark_delay.py",
-            [*_TRAINING, f"--link={link}", "--kinds=synchronous,auto,dts_auto,ddp"],
-            full=["--tasks=digits,perceptron,cnn", "--seeds=0,1,2", "--kinds=synchronous,auto,dts_auto,ddp,mirrored"],
-            sizes=(FULL,) if link in ("1e7", "1e10") else (SMALL, FULL),
-            minutes=2 if link == "1e8" else 1,
-        )
-        for link in _LINKS
-    ),
-    Experiment(
-        "sites",
-        "Two sites, 277 ms and 100 Mbit/s",
-        "benchmark_delay.py",
-        [*_TRAINING, *_SITES, "--kinds=synchronous,dts_auto,dts_auto:codec=bits4,diloco:20:9:2"],
-        full=["--tasks=digits,perceptron", "--seeds=0,1,2"],
-        minutes=3,
-    ),
-    *(
-        Experiment(
-            f"ranks {ranks}",
-            title,
-            "benchmark_delay.py",
-            [*_TRAINING, "--link=loopback", f"--ranks={ranks}", "--kinds=synchronous,canary,shat,ddp"],
-            full=["--seeds=0,1,2", "--kinds=synchronous,hop,auto,dts_auto,canary,shat,ddp,mirrored"],
-            sizes=(SMALL, FULL) if ranks == "slow" else (FULL,),
-            minutes=4,
-        )
-        for ranks, title in _SLOW_RANKS.items()
-    ),
-    Experiment(
-        "hop",
-        "Hop's mechanisms, 16 ranks on a virtual clock",
-        "benchmark_hop.py",
-        ["--num_steps=100", "--num_seeds=3", "--topologies=ring_based,double_ring"],
-        full=["--num_steps=200", "--num_seeds=5"],
-        quick=["--topologies=ring_based", "--num_seeds=1"],
-        minutes=1,
-    ),
-    Experiment(
-        "pipe_sgd",
-        "Pipe-SGD, steps of 0.2 s at 100 Mbit/s",
-        "benchmark_pipe_sgd.py",
-        [
-            *("--experiments=timing", "--links=100e6", "--num_values=2000000", "--algorithm=ring"),
-            *("--num_steps=8", "--step_seconds=0.2", "--codecs=int8"),
-        ],
-        full=["--step_seconds=0.1,0.2,0.4", "--num_steps=12", "--codecs=truncate16,int8"],
-        minutes=4,
-    ),
-    Experiment(
-        "dts",
-        "DTS, steps of 0.3 s at 100 Mbit/s",
-        "benchmark_dts.py",
-        ["--links=100e6", "--round_trips=0.277"],
-        full=["--links=100e6,10e6", "--round_trips=0,0.277,1"],
-        minutes=2,
-    ),
-    Experiment(
-        "canary",
-        "Canary, traffic and a slow rank",
-        "benchmark_canary.py",
-        ["--experiments=traffic,straggler", "--num_steps=30"],
-        full=["--experiments=traffic,straggler,interfaces"],
-        minutes=4,
-    ),
-    Experiment(
-        "canary training",
-        "Canary, time to accuracy",
-        "benchmark_canary.py",
-        ["--experiments=accuracy", "--link=50e6", "--accuracy_rows=6000", "--epochs=3", "--target=0.75"],
-        full=["--accuracy_rows=60000", "--epochs=5", "--target=0.85", "--seeds=3"],
-        data="fashion-mnist",
-        minutes=5,
-    ),
-    Experiment(
-        "shat",
-        "SHAT, accuracy",
-        "benchmark_shat.py",
-        ["--world_sizes=16", "--learning_rates=0.025,0.05", "--seeds=1", "--num_samples=30000", "--epochs=5"],
-        full=["--num_samples=60000", "--epochs=5", "--seeds=3", "--learning_rates=0.025,0.05,0.1"],
-        data="fashion-mnist",
-        minutes=4,
-    ),
-    Experiment(
-        "storm",
-        "Ranks that are killed and stopped",
-        "benchmark_storm.py",
-        ["--strategies=pipe_sgd,canary", "--steps=120"],
-        full=["--strategies=pipe_sgd,dts,hop,canary,shat", "--steps=180"],
-        minutes=3,
-    ),
-    Experiment(
-        "kernels",
-        "Kernels on processors",
-        "benchmark_ops.py",
-        ["--sizes=10000000", "--rounds=5"],
-        full=["--sizes=1000000,10000000,100000000", "--rounds=9"],
-        quick=[],
-        minutes=1,
-    ),
-    Experiment(
-        "scale",
-        "Many ranks, on a virtual clock",
-        "benchmark_scale.py",
-        ["--series=hop:ring_based,pipe_sgd:mesh,shat", "--smallest=16", "--largest=64"],
-        quick=[],
-        full=["--series=hop:ring_based,hop:exponential,pipe_sgd:mesh,pipe_sgd:ring,dts:mesh,shat", "--largest=1024"],
-        minutes=1,
-    ),
-    Experiment("plan", "Predicted steps", "benchmark_plan.py", ["--num_steps=20"], sizes=(FULL,)),
-    Experiment("memory", "Memory of a rank", "benchmark_memory.py", [], sizes=(FULL,)),
-    *(
-        Experiment(name, title, "benchmark_pipe_sgd.py", [f"--experiments={name}", "--links=1e9"], sizes=(FULL,))
-        for name, title in {"replay": "Pipe-SGD's own steps that stand in", "segments": "Pipe-SGD in segments"}.items()
-    ),
-    Experiment("records", "Recording", "benchmark_records.py", [], sizes=(FULL,)),
-    Experiment("transport", "The transport", "benchmark_transport.py", [], sizes=(FULL,)),
-    Experiment("long links", "Long links", "benchmark_long_links.py", [], sizes=(FULL,)),
-]
-
-
-# Rows.
-
-
 def _ratio(experiment: str, quantity: str, above: str, below: str) -> Callable[[Measured], np.ndarray]:
     return lambda at: at(experiment, quantity, above) / at(experiment, quantity, below)
 
@@ -292,7 +83,14 @@ _FAST_LINK = (
     "Communication takes little time on this link, and a step of PyTorch is shorter than one of Keras: see [when not "
     "to use hop_tf](when_not.md)."
 )
+_POWER_SGD = (
+    "The layers of this network are wide: PowerSGD sends 2 % of the bytes of their gradients. Without arguments, "
+    "hop_tf chooses codecs of 8 or 16 bits."
+)
 _TO_TARGET, _SECONDS = "seconds to target", "seconds"
+_ACCURACY = "Seconds to 98 % of synchronous accuracy"
+_OWN = {"auto": "`PipeSGDStrategy()`", "dts_auto": "`DTSStrategy()`"}
+_KERNELS = "10000000 gaussian"
 
 ROWS = [
     Row(
@@ -325,7 +123,7 @@ ROWS = [
         Row(
             f"all-reduce: float32, {link}",
             f"all-reduce {link}",
-            f"gloo over the better one of mesh and ring, 25 MiB of float32, four ranks, {_LINKS[link]}",
+            f"gloo over the better one of mesh and ring, 25 MiB of float32, four ranks, {LINKS[link]}",
             lambda at, link=link: (
                 at(f"all-reduce {link}", "seconds", f"{link} 4 25 gloo")
                 / _best(at, f"all-reduce {link}", "seconds", [f"{link} 4 25 {a}/identity" for a in ("mesh", "ring")])
@@ -348,29 +146,43 @@ ROWS = [
         Row(
             f"training: {kind}, {link}",
             f"training {link}",
-            f"Whole training of three ranks, {_LINKS[link]}: DDP's seconds over those of `{call}`",
+            f"Whole training of three ranks, {LINKS[link]}: DDP's seconds over those of {call}",
             _ratio(f"training {link}", _SECONDS, "digits, alike, ddp", f"digits, alike, {kind}"),
             at_least=required,
             why=_FAST_LINK if required == 1.0 else "",
         )
         for link, required in {"loopback": 1.0, "1e10": 1.0, "1e9": 1.0, "1e8": 2.0, "1e7": 2.5}.items()
-        for kind, call in {"auto": "PipeSGDStrategy()", "dts_auto": "DTSStrategy()"}.items()
+        for kind, call in _OWN.items()
     ),
     Row(
         "training: target",
         "training 1e8",
-        "Seconds to 98 % of synchronous accuracy, 100 Mbit/s: DDP's over the better one's of `PipeSGDStrategy()` and "
-        "`DTSStrategy()`",
+        f"{_ACCURACY}, 100 Mbit/s: DDP's over the better one's of {' and '.join(_OWN.values())}",
         lambda at: (
             at("training 1e8", _TO_TARGET, "digits, alike, ddp")
-            / _best(at, "training 1e8", _TO_TARGET, ["digits, alike, auto", "digits, alike, dts_auto"])
+            / _best(at, "training 1e8", _TO_TARGET, [f"digits, alike, {kind}" for kind in _OWN])
         ),
         at_least=2.5,
+    ),
+    *(
+        Row(
+            f"{section}: hooks, {kind}",
+            section,
+            f"{_ACCURACY}: those of the best of DDP, DDP with 16 bits and DDP with PowerSGD over those of {call}",
+            lambda at, section=section, ranks=ranks, kind=kind: (
+                _best(at, section, _TO_TARGET, [f"digits, {ranks}, {hook}" for hook in HOOKS])
+                / at(section, _TO_TARGET, f"digits, {ranks}, {kind}")
+            ),
+            at_least=1.0 if ranks == "alike" else 2.0,
+            why=_POWER_SGD,
+        )
+        for section, ranks in [*((f"training {link}", "alike") for link in SLOW_LINKS), ("ranks link:10", "link:10")]
+        for kind, call in _OWN.items()
     ),
     Row(
         "sites: synchronous",
         "sites",
-        "Seconds to 98 % of synchronous accuracy: synchronous training's over those of `DTSStrategy()`",
+        f"{_ACCURACY}: synchronous training's over those of `DTSStrategy()`",
         _ratio("sites", _TO_TARGET, "digits, alike, synchronous", "digits, alike, dts_auto"),
         at_least=2.0,
         paper="90 times the throughput of synchronous training (0.72 to 0.008), 4 sites",
@@ -382,16 +194,24 @@ ROWS = [
         _ratio("sites", _SECONDS, "digits, alike, diloco:20:9:2", "digits, alike, dts_auto"),
         at_least=1.0,
     ),
+    Row(
+        "sites: hivemind",
+        "sites",
+        f"{_ACCURACY}: those of local SGD that hivemind averages every 20 steps over those of `DTSStrategy()`",
+        _ratio("sites", _TO_TARGET, "digits, alike, hivemind:20", "digits, alike, dts_auto"),
+        at_least=1.0,
+    ),
     *(
         Row(
             f"ranks {ranks}: {kind}",
             f"ranks {ranks}",
-            f"Seconds to 98 % of synchronous accuracy: DDP's over those of {name}",
+            f"{_ACCURACY}: DDP's over those of {name}",
             _ratio(f"ranks {ranks}", _TO_TARGET, f"digits, {ranks}, ddp", f"digits, {ranks}, {kind}"),
-            at_least=2.0 if ranks == "slow" else 1.0,
+            at_least=1.0 if ranks == "random" else 2.0,
         )
-        for ranks in _SLOW_RANKS
+        for ranks, (_, _, kinds) in UNEVEN_RANKS.items()
         for kind, name in {"canary": "Canary", "shat": "SHAT"}.items()
+        if kind in kinds
     ),
     Row(
         "hop: backup",
@@ -516,6 +336,21 @@ ROWS = [
         for kind, name in {"pipe_sgd": "Pipe-SGD", "canary": "Canary"}.items()
     ),
     Row(
+        "storm: torchft, kept",
+        "storm",
+        "This part of Pipe-SGD over that of torchft",
+        _ratio("storm", "kept", "pipe_sgd", "torchft"),
+        at_least=1.0,
+    ),
+    Row(
+        "storm: torchft, recovery",
+        "storm",
+        "Seconds from a rank's death to the first step of its new process: those of torchft over those of Pipe-SGD",
+        _ratio("storm", "recovery", "torchft", "pipe_sgd"),
+        at_least=1.0,
+        why="A new process of Keras traces its step before it can make one. PyTorch's does not.",
+    ),
+    Row(
         "storm: problems",
         "storm",
         "Processes that ended with an error in the storms, and storms that left something behind",
@@ -615,6 +450,7 @@ ROWS = [
 
 _CALLS = {
     "DDP (PyTorch, gloo)": "ddp",
+    "DDP with PowerSGD": "ddp:powersgd",
     "synchronous": "synchronous",
     "PipeSGDStrategy()": "auto",
     "DTSStrategy()": "dts_auto",
@@ -626,7 +462,7 @@ PICTURES = [
         "Seconds for a training of three ranks, without arguments",
         {
             name: [(label, f"training {link}", _SECONDS, f"digits, alike, {kind}") for label, kind in _CALLS.items()]
-            for link, name in _LINKS.items()
+            for link, name in LINKS.items()
         },
     ),
     Picture(
