@@ -217,7 +217,7 @@ class Group:
         return self.exchange.parts[segment] if self.exchange.parts else self.packing
 
     def operands(self, *, joined: bool) -> JoinedGroup | SeparateGroup:
-        """The variables for a rule to compute with: joined to as few as possible, or each by itself."""
+        """The variables for a rule to compute with: small ones joined, or each by itself."""
         return (JoinedGroup if joined else SeparateGroup)(self.variables, self.num_trained, self.packing)
 
     @property

@@ -13,12 +13,15 @@ import tensorflow as tf
 
 from hop_tf.tensors.packing import Packing, TensorSpec
 
+# 4 MB of float32.
+_MAX_VALUES = 1 << 20
+
 
 class JoinedVariables:
     """Several variables, one behind the other as in a bucket. Has those methods of `tf.Variable` that rules need.
 
     Args:
-      variables: The variables, of one type.
+      variables: The variables, of one type and on one device.
       specs: Their specs, of one bucket.
 
     Attributes:
@@ -26,7 +29,7 @@ class JoinedVariables:
       spec: The spec of the flat vector, padding included. Its values lie in a bucket as those of the variables would.
       dtype: The type.
       shape: The shape of the flat vector.
-      device: The device of the first one, where joined values are.
+      device: The device.
     """
 
     def __init__(self, variables: Sequence[tf.Variable], specs: Sequence[TensorSpec]):
@@ -83,41 +86,78 @@ class SeparateGroup:
         """The values."""
         return list(joined)
 
+    def arrange(self, values: tf.Tensor) -> tf.Tensor:
+        """The values."""
+        return values
+
 
 class JoinedGroup:
-    """The variables of a group, joined to as few as possible.
+    """The variables of a group, of which small neighbors in a bucket are joined.
 
     Args:
       variables: The variables. The trained ones come first.
       num_trained: Number of trained ones.
       packing: The group's buckets. The variables are its first tensors.
+      max_values: Most values that are joined, because rules need room for all of them at a time. A larger variable
+        stays by itself.
 
     Attributes:
-      variables: The joined variables. The trained ones come first.
-      num_trained: Number of joined trained ones.
+      variables: The variables, by themselves or joined. The trained ones come first.
+      num_trained: Number of trained ones among these.
       packing: The same buckets, for one tensor for each of `variables`, and the other tensors of the group.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable], num_trained: int, packing: Packing):
-        members: dict[tuple, list[int]] = {}
-        for index, spec in enumerate(packing.specs[: len(variables)]):
-            members.setdefault((index < num_trained, spec.dtype, spec.exact), []).append(index)
-        self._members = list(members.values())
+    def __init__(
+        self, variables: Sequence[tf.Variable], num_trained: int, packing: Packing, max_values: int = _MAX_VALUES
+    ):
+        specs = packing.specs[: len(variables)]
+        trained = _neighbors(variables[:num_trained], specs[:num_trained], max_values)
+        others = _neighbors(variables[num_trained:], specs[num_trained:], max_values)
+        self._members = [*trained, *([num_trained + i for i in each] for each in others)]
         self.variables = [
-            JoinedVariables([variables[i] for i in each], [packing.specs[i] for i in each]) for each in self._members
+            JoinedVariables([variables[i] for i in each], [specs[i] for i in each])
+            if len(each) > 1
+            else variables[each[0]]
+            for each in self._members
         ]
-        self.num_trained = sum(is_trained for is_trained, *_ in members)
-        others = packing.specs[len(variables) :]
-        self.packing = Packing([*(each.spec for each in self.variables), *others])
+        self.num_trained = len(trained)
+        self._order = [i for each in trained for i in each]
+        joined = [
+            each.spec if isinstance(each, JoinedVariables) else specs[i]
+            for each, (i, *_) in zip(self.variables, self._members, strict=True)
+        ]
+        self.packing = Packing([*joined, *packing.specs[len(variables) :]])
 
     def join(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Emits the ops that join one value for each variable."""
-        pairs = zip(self.variables, self._members, strict=True)
-        return [variable.join([values[i] for i in members]) for variable, members in pairs]
+        return [
+            each.join([values[i] for i in members]) if len(members) > 1 else values[members[0]]
+            for each, members in zip(self.variables, self._members, strict=True)
+        ]
 
     def split(self, joined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Emits the ops that undo `join`."""
         pieces = {}
-        for variable, members, value in zip(self.variables, self._members, joined, strict=True):
-            pieces.update(zip(members, variable.split(value), strict=True))
+        for each, members, value in zip(self.variables, self._members, joined, strict=True):
+            pieces.update(zip(members, each.split(value) if len(members) > 1 else [value], strict=True))
         return [pieces[i] for i in range(len(pieces))]
+
+    def arrange(self, values: tf.Tensor) -> tf.Tensor:
+        """Emits the ops that bring a value for each trained variable into the order of the joined ones."""
+        return values if self._order == sorted(self._order) else tf.gather(values, self._order)
+
+
+def _neighbors(variables: Sequence[tf.Variable], specs: Sequence[TensorSpec], max_values: int) -> list[list[int]]:
+    """The indices of variables that may be joined: neighbors in a bucket, on one device, small enough together."""
+    runs: list[list[int]] = []
+    latest: dict[tuple, tuple[str, int, list[int]]] = {}  # By kind: device and number of values of the latest run.
+    for index, (variable, spec) in enumerate(zip(variables, specs, strict=True)):
+        kind = spec.dtype, spec.exact
+        device, num_values, run = latest.get(kind, ("", max_values, []))
+        num_values += spec.num_elements
+        if num_values > max_values or device != variable.device:
+            num_values, run = spec.num_elements, []
+            runs.append(run)
+        run.append(index)
+        latest[kind] = variable.device, num_values, run
+    return runs

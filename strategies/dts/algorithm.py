@@ -147,7 +147,7 @@ class DTSAlgorithm(Algorithm):
         assigned = None
         if self._hears_of_assignments:
             with tf.device("/cpu:0"):
-                assigned = self._assigned.read_value()
+                assigned = self._operands.arrange(self._assigned.read_value())
                 self._assigned.assign(tf.zeros_like(assigned))
         if self._lengths is not None:
             self._outer.multiply(self._lengths.factor(assigned))
@@ -301,15 +301,16 @@ class DTSAlgorithm(Algorithm):
         schedule = self.known_schedule(num_steps + 1)
         if self._merges_gently(schedule):
             num_in_flight = len(schedule.in_flight(num_steps))
-            self._outer.note_assigned(tf.constant(are_assigned), num_in_flight)
+            self._outer.note_assigned(self._operands.arrange(tf.constant(are_assigned)), num_in_flight)
 
     def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             now = self.group.read_step()
             schedule = self.schedule_at(now + 1)
             num_in_flight = schedule.num_ended(now) - _num_merged(schedule, now)
+            arranged = self._operands.arrange(are_assigned)
         self._assigned.assign(tf.logical_or(self._assigned, are_assigned))
-        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(are_assigned, num_in_flight))
+        when(self._merges_gently(schedule), lambda: self._outer.note_assigned(arranged, num_in_flight))
         return tf.constant(True)
 
     # The schedule.

@@ -8,6 +8,8 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.strategies.dts.windows import Schedule, largest
+from hop_tf.tensors.joined import JoinedGroup, SeparateGroup
+from hop_tf.tensors.packing import Packing, TensorSpec
 
 
 class ScheduleTest(tf.test.TestCase):
@@ -96,6 +98,46 @@ class OuterOptimizerTest(tf.test.TestCase):
                 outer.merge([mean])
                 outer.give(num_newer)
         self.assertAllEqual(*ranks)
+
+    def test_joined_variables_are_merged_as_each_by_itself(self):
+        """Gently, with means one window late. The program assigns a variable whose type comes between two others."""
+        shapes = [
+            ((3, 4), tf.float32),
+            ((5,), tf.float64),
+            ((2, 3), tf.float32),
+            ((7,), tf.float32),
+            ((4,), tf.float64),
+        ]
+        specs = [TensorSpec(f"v{i}", shape, dtype) for i, (shape, dtype) in enumerate(shapes)]
+        weights = [self._merge_gently(operands, specs) for operands in (SeparateGroup, JoinedGroup)]
+        for separate, joined in zip(*weights, strict=True):
+            self.assertAllClose(separate, joined, rtol=1e-6)
+        self.assertAllEqual(weights[1][1], np.full(5, 9.0))  # What was assigned stays.
+
+    def _merge_gently(self, operands, specs):
+        random = np.random.default_rng(0)
+        variables = [tf.Variable(tf.zeros(spec.shape, spec.dtype)) for spec in specs]
+        operands = operands(variables, len(variables), Packing(specs))
+        start = operands.join([variable.read_value() for variable in variables])
+        outer = OuterOptimizer(operands.variables, start, num_trained=operands.num_trained, max_newer=1, gently=True)
+        assigned, due = tf.fill([len(variables)], False), None
+        for window in range(6):
+            for variable, spec in zip(variables, specs, strict=True):
+                # The others' changes are as large: the second variable is no longer trained when it is assigned.
+                size = 0.0 if window > 2 and variable is variables[1] else 1.0
+                variable.assign_add(tf.constant(size * random.normal(size=spec.shape), spec.dtype))
+            own = outer.take(assigned=operands.arrange(assigned))
+            assigned = tf.fill([len(variables)], False)
+            if due is not None:
+                outer.merge(due)
+                outer.follow(due, 1)
+            outer.approach(1, 1, follows_take=True)
+            due = [0.5 * change for change in own] if window < 2 else own
+            if window == 2:
+                variables[1].assign(tf.fill([5], tf.constant(9.0, tf.float64)))
+                assigned = tf.tensor_scatter_nd_update(assigned, [[1]], [True])
+                outer.note_assigned(operands.arrange(assigned), 1)
+        return [variable.numpy() for variable in variables]
 
 
 if __name__ == "__main__":
