@@ -168,13 +168,13 @@ class Rounds:
         with self._membership.monitor:
             passed = [rank for rank, (_, progress) in self._asking.items() if self._has_passed(progress)]
             numbers = {rank: self._asking.pop(rank)[0] for rank in passed}
-            self.is_asked = bool(self._asking)
+            session, self.is_asked = self._queue.session, bool(self._asking)
             for rank, number in numbers.items():  # It goes on after this message, so this rank must not wait for it.
                 self._reached[rank] = max(self._reached[rank], number + 1)
             self._membership.monitor.notify_all()
         for rank, number in numbers.items():
             # Not interruptible: if this rank leaves meanwhile, the thread that takes messages must go on.
-            self._tell(rank, _Kind.REACHED, number + 1, interruptible=False)
+            self._tell(rank, _Kind.REACHED, number + 1, interruptible=False, session=session)
 
     def _announce(self, number: int, value: bytes) -> None:
         with self._membership.monitor:
@@ -184,10 +184,10 @@ class Rounds:
 
     def _answered(self, number: int) -> Callable[[], None]:
         """Begins a round with the value of `answer`. Returns a function that tells the others."""
-        value = self._answer()
+        value, session = self._answer(), self._queue.session  # The answer belongs to it, however late it is sent.
         self._note_own(number, value)
         self.sent_rounds = number + 1
-        return lambda: self._tell_all(_Kind.VALUE, number, value, interruptible=False)
+        return lambda: self._tell_all(_Kind.VALUE, number, value, interruptible=False, session=session)
 
     def _note_own(self, number: int, value: bytes) -> None:
         """Records a value that is about to be sent. It answers ranks that wait for this round or an earlier one."""
@@ -219,19 +219,28 @@ class Rounds:
     def _is_present(self, rank: int) -> bool:
         return not self.has_ended(rank) and self._membership.departure(rank) is None
 
-    def _tell_all(self, kind: _Kind, number: int, value: bytes = b"", *, interruptible: bool = True) -> None:
+    def _tell_all(self, kind: _Kind, number: int, value: bytes = b"", **how) -> None:
         progress = json.dumps(dict(self._progress())).encode() if kind is _Kind.VALUE else b""
         is_root = self.rank == self._root  # Then ranks that have joined get the decisions, too.
         for rank in self.others:
             if self._membership.departure(rank) is None and (is_root or not self.has_ended(rank)):
-                self._tell(rank, kind, number, progress, value, interruptible=interruptible)
+                self._tell(rank, kind, number, progress, value, **how)
 
     def _tell(
-        self, rank: int, kind: _Kind, number: int, progress: bytes = b"", value: bytes = b"", *, interruptible: bool
+        self,
+        rank: int,
+        kind: _Kind,
+        number: int,
+        progress: bytes = b"",
+        value: bytes = b"",
+        *,
+        interruptible: bool = True,
+        session: int | None = None,
     ) -> None:
         self._membership.transport.connect(rank)  # From now on its silence counts.
         header, payload = _HEAD.pack(kind, number) + progress, [np.frombuffer(value, np.uint8)] if value else []
-        self._queue.send(rank, header, payload, step=self._membership.num_rounds, interruptible=interruptible)
+        step = self._membership.num_rounds
+        self._queue.send(rank, header, payload, step=step, interruptible=interruptible, session=session)
 
     def _on_message(self, message: Message) -> Callable[[], None] | None:
         header, sender = message.header, message.sender

@@ -42,9 +42,18 @@ class SessionQueue:
         """Stops taking messages."""
         self._membership.transport.unregister(self._name)
 
-    def send(self, rank: int, header: bytes, *arguments, incarnation: int | None = None, **keywords) -> bool:
-        """Sends as `Membership.send` does, to this queue of `rank`. Default incarnation: the one that is known now."""
-        head = _HEAD.pack(self.session, self._membership.incarnation_of(rank) if incarnation is None else incarnation)
+    def send(
+        self,
+        rank: int,
+        header: bytes,
+        *arguments,
+        incarnation: int | None = None,
+        session: int | None = None,
+        **keywords,
+    ) -> bool:
+        """Sends as `Membership.send` does, to this queue of `rank`. Default incarnation and session: those of now."""
+        incarnation = self._membership.incarnation_of(rank) if incarnation is None else incarnation
+        head = _HEAD.pack(self.session if session is None else session, incarnation)
         return self._membership.send(rank, self._name, head + header, *arguments, **keywords)
 
     def swap(

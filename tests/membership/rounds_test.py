@@ -1,5 +1,8 @@
 """Tests of rounds, in which ranks bring each other values: on a virtual clock, in many orders of events."""
 
+import struct
+from unittest import mock
+
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -250,6 +253,24 @@ class AnswerTest(parameterized.TestCase):
         job = self._make_job(body, **_GOES_ON)
         with logging_disabled():
             self.assertEqual(job.run(), [{rank: b"%d" % rank for rank in range(3)}] * 3)
+
+    def test_an_answer_belongs_to_the_session_of_its_question(self):
+        """The thread that takes messages may send it when this rank is about to enter another session."""
+
+        def body(rounds, rank):
+            if rank:
+                return None
+            membership = job.cluster.memberships[rank]
+            with membership.monitor:
+                tell = rounds._answered(0)
+            rounds.reset(membership.session + 1)
+            with mock.patch.object(membership.transport, "send") as send:
+                tell()
+            sent = [call.args[2] for call in send.call_args_list]
+            return [struct.unpack_from("<q", header)[0] - membership.session for header in sent]
+
+        job = self._make_job(body)
+        self.assertEqual(job.run()[0], [0, 0, 0])
 
 
 def _join(values):
