@@ -24,7 +24,8 @@ TESTS ?= quick
 REPEAT ?= 20
 SCHEDULES ?= 1000
 # Three files at a time, also on two cores: most tests wait now and then. In the order of tests/conftest.py.
-PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
+# Without the last one, tests hang when a worker process dies.
+PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 BAZEL ?= bazel
 
 VENV := .venv
