@@ -21,7 +21,7 @@ from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, MakeFifo
 from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.host import runs_on_host
-from hop_tf.tensors.joined import JoinedGroup, SeparateGroup
+from hop_tf.tensors.joined import JoinedGroup
 from hop_tf.tensors.packing import Packing
 
 
@@ -216,9 +216,10 @@ class Group:
     def _packing_of(self, segment: int) -> Packing:
         return self.exchange.parts[segment] if self.exchange.parts else self.packing
 
-    def operands(self, *, joined: bool) -> JoinedGroup | SeparateGroup:
+    def operands(self, *, joined: bool) -> JoinedGroup:
         """The variables for a rule to compute with: small ones joined, or each by itself."""
-        return (JoinedGroup if joined else SeparateGroup)(self.variables, self.num_trained, self.packing)
+        how = {} if joined else {"max_values": None}
+        return JoinedGroup(self.variables, self.num_trained, self.packing, **how)
 
     @property
     def packing_of_variables(self) -> Packing:

@@ -6,7 +6,6 @@ operations, however many variables there are.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -70,27 +69,6 @@ class JoinedVariables:
             variable.assign_add(piece)
 
 
-@dataclasses.dataclass(frozen=True)
-class SeparateGroup:
-    """The variables of a group, each by itself. See `JoinedGroup`."""
-
-    variables: Sequence[tf.Variable]
-    num_trained: int
-    packing: Packing
-
-    def join(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The values."""
-        return list(values)
-
-    def split(self, joined: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The values."""
-        return list(joined)
-
-    def arrange(self, values: tf.Tensor) -> tf.Tensor:
-        """The values."""
-        return values
-
-
 class JoinedGroup:
     """The variables of a group, of which small neighbors in a bucket are joined.
 
@@ -99,7 +77,7 @@ class JoinedGroup:
       num_trained: Number of trained ones.
       packing: The group's buckets. The variables are its first tensors.
       max_values: Most values that are joined, because rules need room for all of them at a time. A larger variable
-        stays by itself.
+        stays by itself. None: each does.
 
     Attributes:
       variables: The variables, by themselves or joined. The trained ones come first.
@@ -108,7 +86,7 @@ class JoinedGroup:
     """
 
     def __init__(
-        self, variables: Sequence[tf.Variable], num_trained: int, packing: Packing, max_values: int = _MAX_VALUES
+        self, variables: Sequence[tf.Variable], num_trained: int, packing: Packing, max_values: int | None = _MAX_VALUES
     ):
         specs = packing.specs[: len(variables)]
         trained = _neighbors(variables[:num_trained], specs[:num_trained], max_values)
@@ -147,17 +125,18 @@ class JoinedGroup:
         return values if self._order == sorted(self._order) else tf.gather(values, self._order)
 
 
-def _neighbors(variables: Sequence[tf.Variable], specs: Sequence[TensorSpec], max_values: int) -> list[list[int]]:
+def _neighbors(
+    variables: Sequence[tf.Variable], specs: Sequence[TensorSpec], max_values: int | None
+) -> list[list[int]]:
     """The indices of variables that may be joined: neighbors in a bucket, on one device, small enough together."""
     runs: list[list[int]] = []
-    latest: dict[tuple, tuple[str, int, list[int]]] = {}  # By kind: device and number of values of the latest run.
+    latest: dict[tuple, tuple[str, int, list[int]]] = {}  # By kind: device, number of values, and the latest run.
     for index, (variable, spec) in enumerate(zip(variables, specs, strict=True)):
-        kind = spec.dtype, spec.exact
-        device, num_values, run = latest.get(kind, ("", max_values, []))
-        num_values += spec.num_elements
-        if num_values > max_values or device != variable.device:
-            num_values, run = spec.num_elements, []
+        kind, num_values = (spec.dtype, spec.exact), spec.num_elements
+        device, num_before, run = latest.get(kind, (None, 0, []))
+        if max_values is None or device != variable.device or num_before + num_values > max_values:
+            num_before, run = 0, []
             runs.append(run)
         run.append(index)
-        latest[kind] = variable.device, num_values, run
+        latest[kind] = variable.device, num_before + num_values, run
     return runs

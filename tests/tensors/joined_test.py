@@ -29,6 +29,7 @@ _F16, _F32, _F64 = tf.float16, tf.float32, tf.float64
     ([_F32] * 5, 1000, 1),
     ([_F32] * 5, 20, 2),  # The third one is larger than that.
     ([_F32] * 5, 1, 3),
+    ([_F32, _F64, _F32, _F32, _F64], None, 3),
     ([_F32, _F64, _F32, _F32, _F64], 1000, 2),
     ([_F16, _F16, tf.bfloat16, _F32, _F32], 1000, 2),
 )

@@ -8,7 +8,7 @@ import tensorflow as tf
 from hop_tf import codecs
 from hop_tf.runtime.outer_optimizer import OuterOptimizer
 from hop_tf.strategies.dts.windows import Schedule, largest
-from hop_tf.tensors.joined import JoinedGroup, SeparateGroup
+from hop_tf.tensors.joined import JoinedGroup
 from hop_tf.tensors.packing import Packing, TensorSpec
 
 
@@ -109,15 +109,15 @@ class OuterOptimizerTest(tf.test.TestCase):
             ((4,), tf.float64),
         ]
         specs = [TensorSpec(f"v{i}", shape, dtype) for i, (shape, dtype) in enumerate(shapes)]
-        weights = [self._merge_gently(operands, specs) for operands in (SeparateGroup, JoinedGroup)]
+        weights = [self._merge_gently(max_values, specs) for max_values in (None, 1000)]
         for separate, joined in zip(*weights, strict=True):
             self.assertAllClose(separate, joined, rtol=1e-6)
         self.assertAllEqual(weights[1][1], np.full(5, 9.0))  # What was assigned stays.
 
-    def _merge_gently(self, operands, specs):
+    def _merge_gently(self, max_values, specs):
         random = np.random.default_rng(0)
         variables = [tf.Variable(tf.zeros(spec.shape, spec.dtype)) for spec in specs]
-        operands = operands(variables, len(variables), Packing(specs))
+        operands = JoinedGroup(variables, len(variables), Packing(specs), max_values)
         start = operands.join([variable.read_value() for variable in variables])
         outer = OuterOptimizer(operands.variables, start, num_trained=operands.num_trained, max_newer=1, gently=True)
         assigned, due = tf.fill([len(variables)], False), None
