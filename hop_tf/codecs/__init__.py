@@ -13,16 +13,19 @@ on every rank. `ErrorFeedback` can keep the loss of a lossy codec, and add it to
     Sparse()                   5 per nonzero     none; 4 and the index, which takes 1 byte if one value in 100 is sent
     TopK(ratio=0.01)           0.05 (**)         all but the largest 1 % of the values
     TopK(values="bits2")       0.013 (**)        and the deviation of these
+    LowRank(rank=4)            0.03 (***)        all of a kernel but its largest 4 singular values
 
 (*) plus 1 KiB for every chunk that all-reduce cuts a vector into.
 (**) In an all-reduce of n ranks, each rank sends this n - 1 times. It sends the output of other codecs 2 (n - 1) / n
 times.
+(***) of a kernel of 1,024 x 1,024. It is no codec for vectors: see there.
 """
 
 from hop_tf.codecs.base import Codec, get, register
 from hop_tf.codecs.dense import Identity, Int8, QuantileSketch, Truncate16
 from hop_tf.codecs.feedback import ErrorFeedback
 from hop_tf.codecs.few_bits import Bits2, Bits4
+from hop_tf.codecs.low_rank import LowRank, get_for_means
 from hop_tf.codecs.sparse import Sparse, TopK
 
 __all__ = [
@@ -32,11 +35,13 @@ __all__ = [
     "ErrorFeedback",
     "Identity",
     "Int8",
+    "LowRank",
     "QuantileSketch",
     "Sparse",
     "TopK",
     "Truncate16",
     "get",
+    "get_for_means",
 ]
 
 for _member in (Identity, Truncate16, Int8, QuantileSketch, Bits4, Bits2, Sparse, TopK):

@@ -4,7 +4,8 @@ import functools
 from collections.abc import Callable
 
 from hop_tf.collectives.all_reduce import ALGORITHMS, AllReduce, MeshAllReduce, RingAllReduce
-from hop_tf.collectives.alternatives import Alternatives, one_or_alternatives
+from hop_tf.collectives.alternatives import Alternatives
+from hop_tf.collectives.low_rank import LowRankMean
 from hop_tf.collectives.networks import BCube, Mesh, Network, Route, Tree, get_network
 from hop_tf.collectives.routed import RoutedAllReduce
 from hop_tf.collectives.tree import BULK_LANE, TreeCollectives
@@ -15,6 +16,7 @@ __all__ = [
     "AllReduce",
     "Alternatives",
     "BCube",
+    "LowRankMean",
     "Mesh",
     "MeshAllReduce",
     "Network",
@@ -25,7 +27,6 @@ __all__ = [
     "TreeCollectives",
     "get_algorithm",
     "get_network",
-    "one_or_alternatives",
 ]
 
 

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.tensors import payloads
-
-
-def one_or_alternatives(
-    name: str, ways: Sequence, make: Callable[[str, object], AllReduce]
-) -> AllReduce | Alternatives:
-    """Makes an all-reduce for one way, or an `Alternatives` for several.
-
-    Args:
-      name: Its name, equal on all ranks.
-      ways: The ways.
-      make: `make(name, way)` makes the all-reduce for one way.
-    """
-    if len(ways) == 1:
-        return make(name, ways[0])
-    return Alternatives([make(f"{name}/{number}", way) for number, way in enumerate(ways)])
 
 
 class Alternatives:

@@ -376,17 +376,37 @@ class Autotuner:
     def _untried(self) -> Setting | None:
         """The next way to try, at the least width, or None.
 
-        Ranks try each codec with one algorithm first. They try further algorithms unless another codec was faster by
-        far.
+        Ranks try codecs with one algorithm first, the codec that sends the least before the others. They leave out a
+        codec that would take longer even if only bytes took time. They try further algorithms unless another codec was
+        faster by far.
         """
         narrow = [Setting(way, self._widths[0]) for way in range(len(self.ways))]
         tried = [each for each in narrow if each in self._results]
-        for setting in sorted(narrow, key=lambda each: self.ways[each.way].algorithm != self.ways[0].algorithm):
+
+        def order(setting: Setting) -> tuple:
+            way = self.ways[setting.way]
+            return way.algorithm != self.ways[0].algorithm, way.codec.bytes_per_value
+
+        for setting in sorted(narrow, key=order):
             alike = [each for each in tried if self.ways[each.way].codec == self.ways[setting.way].codec]
             is_hopeless = any(self._is_much_faster(other, each) for each in alike for other in tried)
+            is_hopeless = is_hopeless or (not alike and self._is_too_long(setting, tried))
             if setting not in tried and not is_hopeless:
                 return setting
         return None
+
+    def _is_too_long(self, setting: Setting, tried: Sequence[Setting]) -> bool:
+        """True if a codec that was not tried yet cannot be chosen, because its bytes take too long.
+
+        An exchange takes at least as large a part of the first way's as the codec sends of its bytes. Another algorithm
+        may be faster, but not by far.
+        """
+        way, first = self.ways[setting.way], self.ways[0]
+        period, exchange = self._results[self._settings[0]]
+        share = way.codec.bytes_per_value / first.codec.bytes_per_value
+        least = period - (1 - share) * exchange / self._interval_of(setting.width)
+        least *= 1 - WORTHWHILE if way.algorithm == first.algorithm else _MUCH_FASTER
+        return any(self._seconds(other) < least for other in tried)
 
     def _narrowed(self, setting: Setting) -> Setting:
         return Setting(setting.way, self._widths[0])

@@ -52,8 +52,8 @@ def _written(value: object) -> object:
     """An argument as a program gives it: a codec by its name, if it has the codec's usual settings."""
     if value == codecs.Identity():
         return None
-    is_named = isinstance(value, codecs.Codec) and value == codecs.get(value.name)
-    return value.name if is_named else value
+    name = getattr(value, "name", None)
+    return name if name is not None and value == codecs.get_for_means(name) else value
 
 
 def tell_choice(

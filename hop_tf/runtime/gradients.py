@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.collectives import AllReduce, Alternatives, one_or_alternatives
+from hop_tf.collectives import Alternatives
 from hop_tf.keras_hook.optimizers import has_schedule, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Times
@@ -19,7 +18,7 @@ from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.runtime.shares import refuse_float16
 from hop_tf.runtime.ways import Way
-from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tensors.packing import TensorSpec
 
 
 class GradientExchange(AveragingExchange):
@@ -86,10 +85,7 @@ class GradientExchange(AveragingExchange):
         self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)
         super().__init__(
             context,
-            [
-                one_or_alternatives(str(number), ways, functools.partial(self._make_mean, context, part))
-                for number, part in enumerate(self.parts)
-            ],
+            [context.make_mean(str(number), part, ways) for number, part in enumerate(self.parts)],
             admissions=None if place is None else self._make_admissions(context),
             votes_place=votes_place,
             lead=delay + 1,
@@ -113,10 +109,6 @@ class GradientExchange(AveragingExchange):
         return Admissions(
             context.membership, context.group, context.session, first_round=lambda step: step * len(self.parts)
         )
-
-    def _make_mean(self, context: ExchangeContext, part: Packing, name: str, way: Way) -> AllReduce:
-        """Makes the all-reduce of a segment."""
-        return context.make_all_reduce(name, part, way.codec, way.algorithm)
 
     def _place_of(self, index: int) -> tuple[int, tuple[int, slice]]:
         """The segment of a tensor, its bucket there, and its slice of the bucket."""

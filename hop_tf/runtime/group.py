@@ -9,25 +9,21 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from hop_tf.codecs import Codec, Identity
-from hop_tf.collectives import AllReduce, get_algorithm
+from hop_tf.codecs import Codec, Identity, LowRank
+from hop_tf.collectives import AllReduce, Alternatives, LowRankMean, get_algorithm
 from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.membership import Membership
 from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.exchange import CATCH_UP, MEETING, Exchange, ExchangeRunner
 from hop_tf.runtime.report import StepStatistics
+from hop_tf.runtime.ways import Way, takes_codec
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, MakeFifo
 from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.host import runs_on_host
 from hop_tf.tensors.joined import JoinedGroup
 from hop_tf.tensors.packing import Packing
-
-
-def takes_codec(dtype: tf.DType, exact: bool) -> bool:
-    """True if a codec encodes tensors of this kind."""
-    return dtype != tf.float64 and not exact
 
 
 def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
@@ -75,18 +71,30 @@ class ExchangeContext:
         """The values of `variables` when the group's first step is about to change them."""
         return [*(variable.read_value() for variable in self.trained), *self.carried.known()]
 
+    def make_mean(self, name: str, packing: Packing, ways: Sequence[Way]) -> AllReduce | LowRankMean | Alternatives:
+        """Makes an all-reduce for one way, or an `Alternatives` for several. For the name, see `make_all_reduce`."""
+        if len(ways) == 1:
+            return self.make_all_reduce(name, packing, ways[0].codec, ways[0].algorithm)
+        return Alternatives([self.make_mean(f"{name}/{number}", packing, [way]) for number, way in enumerate(ways)])
+
     def make_all_reduce(
-        self, name: str, packing: Packing, codec: Codec, algorithm: str, *, recovers: bool | None = None
-    ) -> AllReduce:
+        self, name: str, packing: Packing, codec: Codec | LowRank, algorithm: str, *, recovers: bool | None = None
+    ) -> AllReduce | LowRankMean:
         """Makes an all-reduce of buckets. Exact buckets, and buckets of float64, do not pass through `codec`.
 
         Args:
           name: Distinguishes it from the group's other all-reduces; equal on all ranks.
           packing: The buckets.
-          codec: The codec for float32, bfloat16 and float16.
+          codec: The codec for float32, bfloat16 and float16; or a `LowRank`, also for packings without large kernels.
           algorithm: See `hop_tf.collectives.get_algorithm`.
           recovers: See `AllReduce`. Default: True if ranks continue without a lost rank.
         """
+        if isinstance(codec, LowRank):
+
+            def make(part_name: str, part: Packing, codec_of_part: Codec) -> AllReduce:
+                return self.make_all_reduce(f"{name}/{part_name}", part, codec_of_part, algorithm, recovers=recovers)
+
+            return LowRankMean(packing, codec, self.pool, make)
         dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
         take_codec = [
             codec != Identity() and takes_codec(dtype, exact)

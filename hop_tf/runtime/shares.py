@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from hop_tf.codecs import Codec, Identity
+from hop_tf.codecs import Codec, Identity, LowRank
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.membership import Rounds
 from hop_tf.tensors.packing import TensorSpec
@@ -33,7 +33,7 @@ _SECONDS = struct.Struct("<d")
 _SHARE = np.dtype("<i8")
 
 
-def refuse_float16(specs: Sequence[TensorSpec], codec: Codec) -> None:
+def refuse_float16(specs: Sequence[TensorSpec], codec: Codec | LowRank) -> None:
     """Refuses float16 with weights by rows: a value times thousands of rows is often beyond its range.
 
     Args:
@@ -43,7 +43,8 @@ def refuse_float16(specs: Sequence[TensorSpec], codec: Codec) -> None:
     Raises:
       ValueError: If a tensor travels as float16.
     """
-    if codec == Identity(dtype="float16") or any(spec.dtype == tf.float16 for spec in specs):
+    of_values = codec.codec if isinstance(codec, LowRank) else codec
+    if of_values == Identity(dtype="float16") or any(spec.dtype == tf.float16 for spec in specs):
         raise ValueError(
             "`batch_shares` must be None if values travel as float16, because ranks multiply values by numbers of "
             f"rows, which often exceeds its range. Use bfloat16. Received: codec={codec!r}, and variables of the types "

@@ -36,10 +36,9 @@ class CanarySettings:
     max_staleness: int
     min_colayers: int | None
     num_colayers: int | None
-    codec: codecs.Codec | str | None
+    codec: codecs.Codec | codecs.LowRank | str | None
     max_in_flight: int
     sync_interval: int | None
-    low_rank: int | None
     on_peer_loss: str | None
 
     def __post_init__(self):
@@ -47,13 +46,13 @@ class CanarySettings:
         check_on_peer_loss(self.on_peer_loss)
         check_integer("max_staleness", self.max_staleness, at_least=0)
         check_integer("max_in_flight", self.max_in_flight, at_least=2)
-        for name in ("num_colayers", "sync_interval", "low_rank"):
+        for name in ("num_colayers", "sync_interval"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), at_least=1)
         check_min_colayers(self.min_colayers, self.num_colayers or MOST_COLAYERS)
         if self.algorithm != AUTO and not (self.algorithm == "ring" and self.is_synchronous):
             object.__setattr__(self, "algorithm", get_network(self.algorithm))
-        object.__setattr__(self, "codec", codecs.get(self.codec))
+        object.__setattr__(self, "codec", codecs.get_for_means(self.codec))
         self._check_consistency()
         default = "raise" if self.is_synchronous else "continue"
         object.__setattr__(self, "on_peer_loss", self.on_peer_loss or default)
@@ -65,10 +64,10 @@ class CanarySettings:
                 "`min_colayers` must be None or 0 with consistency='async', which drops nothing. "
                 f"Received: min_colayers={self.min_colayers}."
             )
-        if self.low_rank is not None and not self.is_synchronous:
+        if self._factorizes and not self.is_synchronous:
             raise ValueError(
-                "`low_rank` needs consistency='bsp': ranks find the factors of their mean gradient together. "
-                f"Received: low_rank={self.low_rank}, consistency={self.consistency!r}."
+                "a `codec` of low rank needs consistency='bsp': ranks find the factors of their mean gradient together."
+                f" Received: codec={self.codec!r}, consistency={self.consistency!r}."
             )
         # The rank that sums a piece up, and would keep the unselected rest, changes: gradients would be lost.
         selects = isinstance(self.codec, codecs.TopK)
@@ -128,8 +127,13 @@ class CanarySettings:
 
     @property
     def _chooses_algorithm(self) -> bool:
-        """True if ranks choose when several algorithms fit. Not with `low_rank`: factors leave few bytes to save."""
-        return self.algorithm == AUTO and self.is_synchronous and self.low_rank is None
+        """True if ranks choose when several algorithms fit. Not with factors, which leave few bytes to save."""
+        return self.algorithm == AUTO and self.is_synchronous and not self._factorizes
+
+    @property
+    def _factorizes(self) -> bool:
+        """True if large kernels travel as factors."""
+        return isinstance(self.codec, codecs.LowRank)
 
     @property
     def _first(self) -> str:

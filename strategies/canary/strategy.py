@@ -28,13 +28,13 @@ averages the gradients of each colayer by all-reduce on the same routes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import identity_of
-from hop_tf.collectives import ALGORITHMS, AllReduce
+from hop_tf.collectives import ALGORITHMS
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice
@@ -47,10 +47,9 @@ from hop_tf.runtime.ways import Way
 from hop_tf.strategies.canary import colayers
 from hop_tf.strategies.canary.algorithm import CanaryAlgorithm
 from hop_tf.strategies.canary.exchange import CanaryExchange
-from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
 from hop_tf.strategies.canary.settings import CanarySettings
 from hop_tf.strategy import ExchangeStrategy, training_cluster
-from hop_tf.tensors.packing import Packing, TensorSpec
+from hop_tf.tensors.packing import TensorSpec
 
 _SKIPS = "CanaryStrategy skips the batches that a slow rank has missed, unless consistency='bsp'."
 
@@ -92,8 +91,8 @@ class CanaryStrategy(ExchangeStrategy):
         interfaces, each rank sends to beta (alpha - 1) others), "tree:<children>" (few connections, one interface), or
         with "bsp" "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp" and three ranks or more,
         "auto" may also become "ring", or the "bcube:<alpha>,<beta>" that `interfaces` fit. The other algorithm must
-        save at least 5 % of a step. With `low_rank`, or under `tf.config.experimental.enable_op_determinism()`, "auto"
-        stays "mesh".
+        save at least 5 % of a step. With `codecs.LowRank`, or under `tf.config.experimental.enable_op_determinism()`,
+        "auto" stays "mesh".
       consistency: As above. Default "ssp".
       max_staleness: s, in iterations; at least 0. Not used by "bsp". Default 16.
       min_colayers: p: a rank that has sent this many colayers may send the others, however late. 0 is "async". At most
@@ -101,7 +100,8 @@ class CanaryStrategy(ExchangeStrategy):
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default None: 10, and neighbors
         of less than 256 KiB are joined, mostly of convolutions or of dense layers only.
       codec: Encodes messages: a `hop_tf.codecs.Codec`, or a name; None: values travel as they are. `codecs.TopK` takes
-        consistency="bsp" and error feedback: otherwise the values that it does not select would be lost. The sketch
+        consistency="bsp" and error feedback: otherwise the values that it does not select would be lost. With "bsp",
+        `codecs.LowRank(rank=4, codec="sketch")` sends large kernels as factors, and the factors as sketches. The sketch
         encodes a colayer as a whole, on the device that computes the step. All else, and everything with "bsp", is
         encoded in pieces on processors. Default "sketch".
       max_in_flight: The number of own iterations that a rank may have in flight, not merged, on a mesh. If the way to a
@@ -112,11 +112,6 @@ class CanaryStrategy(ExchangeStrategy):
         evens out losses of messages, or a change on one rank only. At least 1, or None: never. If replicas differ, it
         takes as many bytes as one exchange in float32. If they are equal, as digests tell, it takes next to none. Not
         used by "bsp". Default 50.
-      low_rank: r, with "bsp" only: mean gradients of large dense kernels and embeddings travel as factors of r columns.
-        Large means 16,384 values or more, and at least four times as many as the factors have. Ranks find the factors
-        together (PowerSGD), and the codec shortens them. The part that they lack is added to the next gradient. A rest
-        at the end of `fit` goes with the first steps of the next one. For weights that are equal to the bit, processors
-        must compute alike. Default None: gradients travel as they are.
       interfaces: This machine's address on each of its interfaces: `beta` addresses for a BCube, otherwise one. With
         "bsp" and algorithm="auto", several are for the BCube that ranks may choose. If they do not choose it, only the
         first address is used. If an address cannot reach a rank, the cluster's address is used, with a warning. Takes
@@ -168,10 +163,9 @@ class CanaryStrategy(ExchangeStrategy):
         max_staleness: int = 16,
         min_colayers: int | None = None,
         num_colayers: int | None = None,
-        codec: codecs.Codec | str | None = "sketch",
+        codec: codecs.Codec | codecs.LowRank | str | None = "sketch",
         max_in_flight: int = 4,
         sync_interval: int | None = 50,
-        low_rank: int | None = None,
         interfaces: Sequence[str] | None = None,
         on_peer_loss: str | None = None,
         min_ranks: int | None = None,
@@ -190,7 +184,6 @@ class CanaryStrategy(ExchangeStrategy):
             codec=codec,
             max_in_flight=max_in_flight,
             sync_interval=sync_interval,
-            low_rank=low_rank,
             on_peer_loss=on_peer_loss,
         )
         self._settings = settings_to_use(given)
@@ -253,13 +246,8 @@ class CanaryStrategy(ExchangeStrategy):
             refuse_late_determinism(settings, chooses=self._chooses)
             members[-1].extend(range(len(specs), len(specs) + num_beside))
             members = with_rows_first(members, context.packing.specs)
-            return SynchronousExchange(
-                context,
-                members,
-                settings.ways(self.world_size, self._num_interfaces),
-                low_rank=settings.low_rank,
-                tell=self._tell,
-            )
+            ways = settings.ways(self.world_size, self._num_interfaces)
+            return GradientExchange(context, members, ways=ways, tell=self._tell)
         for variable in context.trained:
             if variable.dtype not in (tf.float32, tf.float64):
                 raise ValueError(
@@ -274,33 +262,3 @@ class CanaryStrategy(ExchangeStrategy):
         if self._settings.is_synchronous:
             return GradientAlgorithm(group, self.training.shares)
         return CanaryAlgorithm(group, drops=self._settings.drops)
-
-
-class SynchronousExchange(GradientExchange):
-    """BSP: averages gradients colayer by colayer. A step waits for all of them.
-
-    Args:
-      context: Membership, packing and buffers of the group.
-      members: For each colayer, the indices of its variables.
-      ways: The ways in which a colayer may be averaged.
-      low_rank: The number of columns of the factors of large dense kernels. Default None: these travel as they are.
-      tell: As of `Autotuner`. Default: does nothing.
-    """
-
-    def __init__(
-        self,
-        context: ExchangeContext,
-        members: Sequence[Sequence[int]],
-        ways: Sequence[Way],
-        *,
-        low_rank: int | None = None,
-        tell: Callable[[Way, int, str], None] = lambda way, width, text: None,
-    ):
-        self._low_rank = low_rank
-        super().__init__(context, members, ways=ways, tell=tell)
-
-    def _make_mean(self, context: ExchangeContext, part: Packing, name: str, way: Way) -> AllReduce | LowRankMean:
-        rank = self._low_rank
-        if rank is None or not any(is_factorized(spec, rank) for spec in part.specs):
-            return super()._make_mean(context, part, name, way)
-        return LowRankMean(context, name, part, rank=rank, codec=way.codec, algorithm=way.algorithm)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,15 +10,16 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.collectives import AllReduce, Alternatives, one_or_alternatives
+from hop_tf.collectives import Alternatives
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.exchange import Request, Result
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
+from hop_tf.runtime.ways import Way, list_ways
 from hop_tf.strategies.dts.windows import Course, Courses, Schedule
+from hop_tf.tensors.packing import TensorSpec
 
 # D and p, if there is an outer optimizer, or if no choice may depend on time.
 _FIXED = 4
@@ -38,7 +38,7 @@ class DTSSettings:
 
     delay: int | str
     interval: int | str
-    codec: codecs.Codec | str
+    codec: codecs.Codec | codecs.LowRank | str
     algorithm: str
     outer_optimizer: str = "None"
     compensation: str = "gentle"
@@ -76,7 +76,8 @@ class DTSSettings:
     @property
     def may_lengthen(self) -> bool:
         """True if changes by adaptive optimizers are made longer; see `StepLengths`."""
-        return self._is_gentle and self.selection is None
+        # A mean of low rank is shorter than the mean of all changes, so their lengths tell nothing.
+        return self._is_gentle and self.selection is None and not isinstance(self.codec, codecs.LowRank)
 
     @property
     def _is_gentle(self) -> bool:
@@ -99,10 +100,10 @@ class DTSSettings:
         schedules = [self.schedule_of(delay + 1) for delay in self.delays]
         return self.selection is None and all(each.delay % each.interval == 0 for each in schedules)
 
-    def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
+    def ways(self, world_size: int, specs: Sequence[TensorSpec] | None = None) -> list[Way]:
         """The ways to average windows; see `list_ways`. With a codec that selects values, "auto" is "mesh"."""
         algorithm = "mesh" if self.algorithm == AUTO and self.selection is not None else self.algorithm
-        return list_ways(algorithm, self.codec, world_size, num_bytes)
+        return list_ways(algorithm, self.codec, world_size, specs, factorizes=False)
 
     def chooses(self, world_size: int) -> bool:
         """True if ranks choose between several settings."""
@@ -152,7 +153,9 @@ class DTSExchange(AveragingExchange):
         self.settings = settings
         self.max_in_flight = self.num_threads = settings.num_slots
         membership, packing = context.membership, context.packing
-        ways = settings.ways(membership.world_size, num_encoded_bytes(packing.specs))
+        ways = settings.ways(membership.world_size, packing.specs)
+        if settings.selection is not None:  # The graph has left out the other values.
+            ways = [dataclasses.replace(way, codec=settings.selection.selected()) for way in ways]
         self.tuner, place = None, Autotuner.find_spec(packing.specs)
         widths = [delay + 1 for delay in settings.delays]
         if place is not None:
@@ -182,15 +185,10 @@ class DTSExchange(AveragingExchange):
         slots = range(settings.num_slots)
         super().__init__(
             context,
-            [one_or_alternatives(str(slot), ways, functools.partial(self._make_mean, context)) for slot in slots],
+            [context.make_mean(str(slot), packing, ways) for slot in slots],
             admissions=admissions,
             votes_place=None if place is None else packing.place(place),
         )
-
-    def _make_mean(self, context: ExchangeContext, name: str, way: Way) -> AllReduce:
-        selection = self.settings.selection  # The graph has left out the other values.
-        codec = way.codec if selection is None else selection.selected()
-        return context.make_all_reduce(name, context.packing, codec, way.algorithm)
 
     def width_at(self, step: int) -> int:
         """D + 1 of the schedule that ranks have chosen for a step."""

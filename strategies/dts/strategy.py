@@ -106,8 +106,9 @@ class DTSStrategy(ExchangeStrategy):
         loop at `synchronize`, and if a rank joins. A job that is started again makes them again: give it 0. It takes a
         `delay`, and no `outer_optimizer` or `TopK`. Default 0.
       codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4", "top_k").
-        None: windows go as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest magnitude.
-        The others remain this rank's own until they are among the largest (deep gradient compression: local
+        None: windows go as they are. `codecs.LowRank` sends large kernels as factors, and leaves the changes of
+        adaptive optimizers as long as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest
+        magnitude. The others remain this rank's own until they are among the largest (deep gradient compression: local
         accumulation), or `fit` ends, which sends as much as a window without a codec. All changes as large as the least
         of the selected ones are sent, too: with optimizers whose steps have few magnitudes (Lion) that may be all.
         `warmup_steps` of `TopK` are windows here. `TopK` takes no variables of float64. With other codecs, the loss of
@@ -183,7 +184,7 @@ class DTSStrategy(ExchangeStrategy):
         delay: int | str = AUTO,
         interval: int | str = AUTO,
         warmup_steps: int = 0,
-        codec: codecs.Codec | str | None = AUTO,
+        codec: codecs.Codec | codecs.LowRank | str | None = AUTO,
         outer_optimizer: keras.optimizers.Optimizer | None = None,
         compensation: str = "gentle",
         skewed_shards: bool = False,
@@ -205,7 +206,7 @@ class DTSStrategy(ExchangeStrategy):
         check_choice("compensation", compensation, ("gentle", "eager", "momentum"))
         check_on_peer_loss(on_peer_loss)
         check_boolean("skewed_shards", skewed_shards)
-        codec = AUTO if codec == AUTO else codecs.get(codec)
+        codec = AUTO if codec == AUTO else codecs.get_for_means(codec)
         given = DTSSettings(
             delay=delay if delay == AUTO else int(delay),
             interval=interval if interval == AUTO else int(interval),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hop_tf import codecs
+from hop_tf.keras_hook.optimizers import is_adaptive
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.ways import Way, list_ways, num_encoded_bytes
-from hop_tf.tensors.packing import Packing
+from hop_tf.runtime.ways import Way, list_ways
+from hop_tf.tensors.packing import Packing, TensorSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,16 +19,16 @@ class PipeSGDSettings:
     """The settings of `PipeSGDStrategy`."""
 
     pipeline_width: int | str
-    codec: codecs.Codec | str
+    codec: codecs.Codec | codecs.LowRank | str
     num_segments: int = 1
     warmup_steps: int = 0
     algorithm: str = "mesh"
     compensation: str = "replay"
     on_peer_loss: str = "raise"
 
-    def ways(self, world_size: int, num_bytes: float = math.inf) -> list[Way]:
+    def ways(self, world_size: int, specs: Sequence[TensorSpec] | None = None, *, factorizes: bool = True) -> list[Way]:
         """The ways in which gradients may be averaged. See `list_ways`."""
-        return list_ways(self.algorithm, self.codec, world_size, num_bytes)
+        return list_ways(self.algorithm, self.codec, world_size, specs, factorizes=factorizes)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -86,10 +86,12 @@ class PipeSGDExchange(GradientExchange):
         # Without a replay, a rank has computed its weights with its own rate.
         adopts_rate = None if self.delay == 0 else settings.looks_ahead
         membership, specs = context.membership, context.packing.specs
+        # A part of each gradient comes later. Adaptive optimizers, which divide by its size, lose more accuracy then.
+        factorizes = not is_adaptive(context.optimizer())
         super().__init__(
             context,
             with_rows_first(_segments(context.packing, settings.num_segments), specs),
-            ways=settings.ways(membership.world_size, num_encoded_bytes(specs)),
+            ways=settings.ways(membership.world_size, specs, factorizes=factorizes),
             widths=settings.widths,
             tell=tell,
             adopts_rate=adopts_rate,

@@ -88,9 +88,10 @@ class PipeSGDStrategy(ExchangeStrategy):
       pipeline_width: K, the number of steps that are in flight at a time; at least 1. Default "auto": 2 if that saves
         at least 15 % of a step, otherwise 1; 1 with `compensation="none"`.
       codec: Encodes gradients in messages: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4";
-        `codecs.TopK(error_feedback=True)` for the largest only). None: gradients travel as they are. It takes float32,
-        bfloat16 and float16; gradients of other types travel as they are. Default "auto": "int8" if that saves at least
-        15 % of a step, otherwise None.
+        `codecs.TopK(error_feedback=True)` for the largest only), or a `codecs.LowRank` ("low_rank"), for large kernels
+        on slow links. None: gradients travel as they are. It takes float32, bfloat16 and float16; gradients of other
+        types travel as they are. Default "auto": "int8" if that saves at least 15 % of a step, otherwise None.
+        "low_rank" if that saves 15 % more, most values are those of large dense kernels, and the optimizer is SGD.
       num_segments: L, the number of parts in which gradients are sent, those of the last layers first, so that they
         travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6). It is useful
         with K = 1, if computation takes most of a step: a wider pipe hides communication in any case. Default 1.
@@ -147,7 +148,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         self,
         *,
         pipeline_width: int | str = AUTO,
-        codec: codecs.Codec | str | None = AUTO,
+        codec: codecs.Codec | codecs.LowRank | str | None = AUTO,
         num_segments: int = 1,
         compensation: str = "replay",
         warmup_steps: int = 0,
@@ -173,7 +174,7 @@ class PipeSGDStrategy(ExchangeStrategy):
                 f"gradient late. Received: warmup_steps={warmup_steps}, compensation={compensation!r}, "
                 f"pipeline_width={pipeline_width!r}."
             )
-        codec = AUTO if codec == AUTO else codecs.get(codec)
+        codec = AUTO if codec == AUTO else codecs.get_for_means(codec)
         if isinstance(codec, codecs.TopK) and not codec.error_feedback:
             raise ValueError(
                 "`codec` must keep the values that it does not send: use hop_tf.codecs.TopK(error_feedback=True). "

@@ -17,7 +17,7 @@ from hop_tf.runtime.autotuning import Autotuner, Times
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
-from hop_tf.runtime.ways import Way, num_encoded_bytes
+from hop_tf.runtime.ways import Way
 from hop_tf.strategies.shat.pushes import NUM_BESIDE
 from hop_tf.strategies.shat.requests import ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
@@ -69,7 +69,7 @@ class ShatExchange(Exchange, Joiner):
         self.shards = make_shards(context, settings)
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
-        ways = settings.ways(num_encoded_bytes(context.packing.specs))
+        ways = settings.ways(context.packing.specs)
         interval = settings.interval
         self.tuner = Autotuner(ways, (1,), rank=0, world_size=1, tell=tell, interval_of=lambda width: interval)
         self._times = Times(0.0, 0.0)  # Of the last push.

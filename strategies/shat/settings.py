@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 from hop_tf import codecs
@@ -14,6 +15,7 @@ from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.ways import Way, list_ways
 from hop_tf.strategies.shat.server.consistency import Consistency
 from hop_tf.strategies.shat.server.sharding import SHARDINGS
+from hop_tf.tensors.packing import TensorSpec
 
 _PUSHES = ("steps", "gradients")
 _ALGORITHM = "parameter server"  # In the texts of choices.
@@ -110,9 +112,9 @@ class ShatSettings:
                 f"`codec` must be one that sends something for every value. Received: codec={self.codec!r}."
             )
 
-    def ways(self, num_bytes: float = math.inf) -> list[Way]:
+    def ways(self, specs: Sequence[TensorSpec] | None = None) -> list[Way]:
         """The ways to push, without a codec first; see `list_ways`."""
-        return list_ways(_ALGORITHM, self.codec, world_size=1, num_bytes=num_bytes)
+        return list_ways(_ALGORITHM, self.codec, world_size=1, specs=specs, factorizes=False)
 
     @property
     def chooses(self) -> bool:

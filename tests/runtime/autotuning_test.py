@@ -78,6 +78,29 @@ class _World:
         return setting
 
 
+class LowRankTest(parameterized.TestCase):
+    """Factors, which take three messages after each other, are a third codec."""
+
+    _FACTORS, _FACTORS_RING = 4, 5
+    _ALL_WAYS = (*_WAYS, Way("mesh", codecs.LowRank()), Way("ring", codecs.LowRank()))
+
+    @parameterized.parameters(
+        # Links of 100 Mbit/s, and of 10: int8, or a ring, could not be better.
+        (0.01, (0.26, 0.26, 0.08, 0.08, 0.015, 0.025), _FACTORS, {_MESH, _FACTORS, _FACTORS_RING}),
+        (0.01, (2.7, 2.7, 0.7, 0.7, 0.07, 0.09), _FACTORS, {_MESH, _FACTORS, _FACTORS_RING}),
+        # A link of 1 Gbit/s: factors take as long as int8.
+        (0.01, (0.027, 0.027, 0.01, 0.012, 0.01, 0.012), _INT8, None),
+        # A fast link.
+        (0.01, (0.001, 0.001, 0.001, 0.001, 0.002, 0.002), _MESH, {_MESH}),
+    )
+    def test_chooses(self, computing, sending, expected, tried):
+        world = _World(computing, sending).begin(widths=(1,), ways=self._ALL_WAYS)
+        world.step(60)
+        self.assertEqual(world.setting, Setting(expected, 1))
+        if tried is not None:
+            self.assertEqual({setting.way for setting in world.settings}, tried)
+
+
 class WindowsTest(parameterized.TestCase):
     """Windows as long as the delay, as of DTS: D is one less than the width."""
 

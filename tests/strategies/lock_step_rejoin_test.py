@@ -16,6 +16,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
+from hop_tf import codecs
 from hop_tf.tools.testing import MultiProcessRunner
 from support import TWO_DEVICES, make_two_devices
 
@@ -49,7 +50,11 @@ _MEMBERS = {
     "pipe_sgd_shares": (hop_tf.PipeSGDStrategy, {"batch_shares": [3, 1, 2]}),
     "dts_measured_shares": (hop_tf.DTSStrategy, {"batch_shares": "auto"}),
     "pipe_sgd_on_two_devices": (hop_tf.PipeSGDStrategy, {"devices": TWO_DEVICES}),
-    "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
+    "canary_low_rank": (
+        hop_tf.CanaryStrategy,
+        {"consistency": "bsp", "algorithm": "tree", "codec": codecs.LowRank(rank=2, codec="sketch")},
+    ),
+    "pipe_sgd_low_rank": (hop_tf.PipeSGDStrategy, {"pipeline_width": 2, "codec": codecs.LowRank(rank=2)}),
 }
 # Strategies whose weights follow from plain SGD with the mean gradients at these weights.
 _SYNCHRONOUS = ("canary", "pipe_sgd_sync")

@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 import hop_tf
+from hop_tf import codecs
 from hop_tf.tools.testing import InProcessCluster, MultiProcessRunner
 
 _NUM_RANKS = 3
@@ -31,7 +32,11 @@ _MEMBERS = {
         {"delay": 6, "interval": 2, "codec": "top_k", "outer_optimizer": keras.optimizers.SGD(0.7, momentum=0.9)},
     ),
     "dts_momentum": (hop_tf.DTSStrategy, {"delay": 4, "interval": 2, "compensation": "momentum"}),
-    "canary_low_rank": (hop_tf.CanaryStrategy, {"consistency": "bsp", "algorithm": "tree", "low_rank": 2}),
+    "canary_low_rank": (
+        hop_tf.CanaryStrategy,
+        {"consistency": "bsp", "algorithm": "tree", "codec": codecs.LowRank(rank=2, codec="sketch")},
+    ),
+    "dts_low_rank": (hop_tf.DTSStrategy, {"delay": 4, "interval": 2, "codec": codecs.LowRank(rank=2)}),
 }
 _LETS_NOBODY_JOIN = ("pipe_sgd_as_printed",)
 

@@ -39,15 +39,16 @@ def _defaults(strategy: str) -> dict[str, object]:
     parameters = inspect.signature(getattr(hop_tf, strategy)).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     if defaults.get("codec", AUTO) != AUTO:
-        defaults["codec"] = codecs.get(defaults["codec"])
+        defaults["codec"] = codecs.get_for_means(defaults["codec"])
     if strategy != "HopStrategy":  # In HopStrategy the default depends on the other settings.
         defaults["on_peer_loss"] = "raise"
     return defaults
 
 
 def _tell(value: object) -> str:
-    if isinstance(value, codecs.Codec):
-        return repr(value.name) if value == codecs.get(value.name) else f"hop_tf.codecs.{_tell_fields(value)}"
+    if isinstance(value, codecs.Codec | codecs.LowRank):
+        is_usual = value == codecs.get_for_means(value.name)
+        return repr(value.name) if is_usual else f"hop_tf.codecs.{_tell_fields(value)}"
     if isinstance(value, hop_tf.SkipIterations):
         return f"hop_tf.{_tell_fields(value)}"
     if isinstance(value, tuple):

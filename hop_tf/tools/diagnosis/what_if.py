@@ -368,7 +368,7 @@ def _hiding_more(settings: Mapping) -> Iterator[tuple[str, dict]]:
     wider = {"pipeline_width": 2} if int(settings.get("pipeline_width", 1)) == 1 else {}
     if wider:
         yield "PipeSGDStrategy", wider
-    if codecs.get(settings.get("codec")) == codecs.Identity():
+    if codecs.get_for_means(settings.get("codec")) == codecs.Identity():
         for codec in ("truncate16", "int8"):
             yield "PipeSGDStrategy", {"codec": codec}
         if wider:

@@ -142,7 +142,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
         ({}, 4, 2, ["mesh", "ring", "bcube:2,2"]),
         ({}, 27, 3, ["mesh", "ring", "bcube:3,3"]),
         ({}, 5, 2, ["mesh", "ring"]),
-        ({"low_rank": 4}, 4, 2, ["mesh"]),
+        ({"codec": "low_rank"}, 4, 2, ["mesh"]),
         ({"algorithm": "mesh"}, 4, 2, ["mesh"]),
         ({"algorithm": "ring"}, 4, 2, ["ring"]),
         ({"algorithm": "tree:3"}, 4, 2, ["tree:3"]),
@@ -150,8 +150,9 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_what_ranks_choose_from(self, settings, world_size, num_interfaces, algorithms):
         """Ranks keep a given algorithm, and the codec."""
+        codec = codecs.get_for_means(settings.get("codec", "sketch"))
         settings = hop_tf.CanaryStrategy(consistency="bsp", **settings)._settings
-        ways = [Way(algorithm, codecs.get("sketch")) for algorithm in algorithms]
+        ways = [Way(algorithm, codec) for algorithm in algorithms]
         self.assertEqual(settings.ways(world_size, num_interfaces), ways)
         self.assertEqual(settings.chooses(world_size, num_interfaces), len(ways) > 1)
 
@@ -191,7 +192,7 @@ class SettingsTest(tf.test.TestCase, parameterized.TestCase):
             r"algorithm='mesh'\.",
         )
 
-    @parameterized.parameters({"algorithm": "ring"}, {"consistency": "ssp"}, {"low_rank": 2})
+    @parameterized.parameters({"algorithm": "ring"}, {"consistency": "ssp"}, {"codec": "low_rank"})
     def test_deterministic_operations_change_no_settings_that_are_not_chosen(self, **settings):
         deterministic = mock.patch.object(choices, "is_deterministic", return_value=True)
         with deterministic, contextlib.redirect_stderr(io.StringIO()) as stderr:

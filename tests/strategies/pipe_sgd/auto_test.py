@@ -16,6 +16,7 @@ from hop_tf.runtime import choices
 from hop_tf.runtime import ways as ways_module
 from hop_tf.runtime.autotuning import Autotuner, Setting
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDSettings
+from hop_tf.tensors.packing import TensorSpec
 from support import in_process, linear, linear_loss, scripted_choices, train_with_late_determinism
 
 _OPTIMIZERS = {
@@ -93,7 +94,9 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             for mine, first in zip(weights, results[0], strict=True):
                 self.assertAllEqual(mine, first)
 
-    @parameterized.parameters(codecs.Int8(error_feedback=True), codecs.TopK(ratio=0.2, error_feedback=True))
+    @parameterized.parameters(
+        codecs.Int8(error_feedback=True), codecs.TopK(ratio=0.2, error_feedback=True), codecs.LowRank(rank=1)
+    )
     @pytest.mark.slow(after=1)
     def test_what_a_codec_has_lost_goes_along_with_a_change_of_the_algorithm(self, codec):
         """The updates and the residuals of all ranks add up to the sum of all gradients."""
@@ -110,7 +113,8 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
             bucket, where = group.packing.place(0)
             return model.get_weights()[0], reduction._lost[bucket][where].reshape(6, 2)
 
-        with scripted_choices(lambda step: Setting(step // 2 % 2, 1)):
+        factorizes = mock.patch.object(codecs.LowRank, "factorizes", lambda self, spec: spec.shape == (6, 2))
+        with factorizes, scripted_choices(lambda step: Setting(step // 2 % 2, 1)):
             results = _cluster(3, codec=codec, pipeline_width=1).run(run)
         x, y = linear.data()
         all_gradients = x.T @ y / linear.BATCH_SIZE
@@ -121,12 +125,33 @@ class AutoTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class SettingsTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(
+        ([(512, 256)], ["identity", "int8", "low_rank"]),
+        ([(512, 256), (3, 3, 64, 256)], ["identity", "int8"]),  # Most values are those of a convolution.
+        ([(128, 64)], ["identity", "int8"]),
+        ([(8, 8)], ["identity"]),
+    )
+    def test_codecs_that_ranks_choose_from(self, shapes, names):
+        settings = PipeSGDSettings(pipeline_width=1, codec="auto")
+        specs = [TensorSpec("kernel", shape, tf.float32) for shape in shapes]
+        specs.append(TensorSpec("statistics", (1 << 20,), tf.float32, exact=True))
+        self.assertEqual([way.codec.name for way in settings.ways(2, specs)], names)
+        not_factorized = [name for name in names if name != "low_rank"]
+        self.assertEqual([way.codec.name for way in settings.ways(2, specs, factorizes=False)], not_factorized)
+
     def test_what_is_told_keeps_the_settings(self):
         """The printed arguments keep the given codec."""
         codec = codecs.TopK(ratio=0.2, error_feedback=True)
-        for given, told in ((codec, repr(codec)), ("int8", "'int8'"), (None, "None")):
+        low_rank = codecs.LowRank(rank=2)
+        for given, told in (
+            (codec, repr(codec)),
+            ("int8", "'int8'"),
+            (None, "None"),
+            ("low_rank", "'low_rank'"),
+            (low_rank, repr(low_rank)),
+        ):
             strategy = hop_tf.PipeSGDStrategy(codec=given)
-            (way,) = PipeSGDSettings(pipeline_width=1, codec=codecs.get(given)).ways(2)
+            (way,) = PipeSGDSettings(pipeline_width=1, codec=codecs.get_for_means(given)).ways(2)
             with contextlib.redirect_stderr(io.StringIO()) as stderr:
                 strategy._tell(way, 1, "text")
             self.assertEqual(

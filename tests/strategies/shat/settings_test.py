@@ -9,6 +9,7 @@ from absl.testing import parameterized
 from hop_tf import codecs
 from hop_tf.strategies.shat.server.consistency import Consistency
 from hop_tf.strategies.shat.settings import ShatSettings, mixing_weight
+from hop_tf.tensors.packing import TensorSpec
 
 
 def _settings(**changes):
@@ -105,8 +106,8 @@ class ShatSettingsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_few_values_are_not_encoded(self):
         settings = _settings(codec="auto")
-        self.assertLen(settings.ways(num_bytes=100), 1)
-        self.assertLen(settings.ways(num_bytes=100_000), 2)
+        for num_values, num_ways in (25, 1), (25_000, 2):
+            self.assertLen(settings.ways([TensorSpec("values", (num_values,), tf.float32)]), num_ways)
 
     def test_codecs_have_names(self):
         self.assertEqual(_settings(codec="int8").codec, codecs.Int8())

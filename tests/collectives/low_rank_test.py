@@ -1,5 +1,7 @@
 """Gradients as low-rank factors: against a NumPy reference, and what they save."""
 
+import zlib
+
 import keras
 import numpy as np
 import pytest
@@ -10,7 +12,6 @@ import hop_tf
 from hop_tf import codecs
 from hop_tf.membership import Interrupted
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.strategies.canary.low_rank import LowRankMean, is_factorized
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.tools.simulate.virtual import VirtualCluster
@@ -31,7 +32,7 @@ class FactorizedTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_which(self, shape, arguments, expected):
         spec = TensorSpec("kernel", shape, **{"dtype": tf.float32, **arguments})
-        self.assertEqual(is_factorized(spec, rank=4), expected)
+        self.assertEqual(codecs.LowRank(rank=4).factorizes(spec), expected)
 
 
 class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
@@ -40,11 +41,11 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         return self._run(world_size, gradients, rank, codec)[0]
 
     def _run(self, world_size, gradients, rank, codec=None, interrupted_at=None):
-        """Returns the means, the number of steps in which each rank took part, and all events since ranks began.
+        """Returns means, the numbers of steps in which ranks took part, all events since ranks began, and residuals.
 
         Rank 1 is interrupted before event `interrupted_at`, unless that is None.
         """
-        cluster, packing, means = VirtualCluster(world_size), Packing(_SPECS), {}
+        cluster, packing, means, residuals = VirtualCluster(world_size), Packing(_SPECS), {}, {}
         sent_steps, began_at = dict.fromkeys(range(world_size), 0), []
         if interrupted_at is not None:
             cluster.scheduler.call_before_event(interrupted_at, cluster.memberships[1].interrupt)
@@ -52,9 +53,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         def body(number):
             membership = cluster.memberships[number]
             context = ExchangeContext("group", 1, packing, membership, BufferPool())
-            reduction = LowRankMean(
-                context, "0", packing, rank=rank, codec=codec or codecs.Identity(), algorithm="mesh"
-            )
+            reduction = context.make_all_reduce("0", packing, codecs.LowRank(rank=rank, codec=codec), "mesh")
             reduction.reset(membership.session + 1)
             membership.begin_session()
             began_at.append(cluster.scheduler.num_events)
@@ -68,12 +67,15 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
                     )
                     means[number, step] = [mean[packing.place(index)[1]] for index in range(2)]
                     sent_steps[number] = step + 1
+                (left,) = reduction.take_residuals()
+                residuals[number] = [left[packing.place(index)[1]] for index in range(2)]
+                self.assertFalse(np.any(reduction.take_residuals()))
             except Interrupted:
                 pass
             membership.leave(sent_rounds={"group": sent_steps[number]}, reason="done")
 
         cluster.run(body)
-        return means, sent_steps, range(max(began_at), cluster.scheduler.num_events)
+        return means, sent_steps, range(max(began_at), cluster.scheduler.num_events), residuals
 
     def _draw(self, world_size, num_steps, true_rank):
         rng = np.random.default_rng(0)
@@ -88,6 +90,34 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
             ]
             for _ in range(world_size)
         ]
+
+    @parameterized.parameters(2, 3)
+    def test_follows_power_sgd(self, world_size):
+        """Vogels et al., Algorithms 1 and 2, with the average of the gradients as the only all-reduce."""
+        gradients = self._draw(world_size, 5, true_rank=6)
+        means = self._means(world_size, gradients, rank=2)
+        memories = [np.zeros((_M, _K))] * world_size
+        q = np.random.default_rng(zlib.crc32(b"kernel")).normal(size=(_K, 2)).astype(np.float32)
+        for step in range(5):
+            values = [gradients[rank][step][1] + memory for rank, memory in enumerate(memories)]
+            p = np.linalg.qr(np.mean([each @ q for each in values], axis=0))[0]
+            own = [each.T @ p for each in values]
+            q = np.mean(own, axis=0)
+            memories = [each - p @ factor.T for each, factor in zip(values, own, strict=True)]
+            for rank in range(world_size):
+                self.assertAllClose(means[rank, step][1].reshape(_M, _K), p @ q.T, atol=1e-4)
+
+    @parameterized.parameters(None, codecs.Int8(error_feedback=True))
+    def test_residuals_are_what_means_lack(self, codec):
+        """All means times the number of ranks, and the residuals, are the sum of all gradients."""
+        num_steps, gradients = 3, self._draw(2, 3, true_rank=6)
+        means, _, _, residuals = self._run(2, gradients, 2, codec)
+        for index in range(2):
+            expected = sum(each[index] for of_rank in gradients for each in of_rank).ravel()
+            total = sum(2 * means[0, step][index] for step in range(num_steps)) + sum(
+                of_rank[index] for of_rank in residuals.values()
+            )
+            self.assertAllClose(total, expected, atol=1e-3)
 
     def test_exact_where_the_rank_suffices(self):
         """Gradients whose columns span at most r dimensions lose nothing. Means are equal on all ranks, to the bit."""
@@ -131,7 +161,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         gradients = self._draw(3, 2, true_rank=2)
         num_taking_part = set()
         for event in self._run(3, gradients, rank=2)[2]:
-            means, sent_steps, _ = self._run(3, gradients, rank=2, interrupted_at=event)
+            means, sent_steps, *_ = self._run(3, gradients, rank=2, interrupted_at=event)
             for step in range(2):
                 present = [number for number in range(3) if step < sent_steps[number]]
                 num_taking_part.add(len(present))
@@ -156,12 +186,10 @@ class FitTest(tf.test.TestCase):
         """Colayers of large kernels have no part of the statistics' bucket. Factors are exact with few examples."""
         num_steps, width = 3, 256
         weights = {}
-        for low_rank in (None, 4):
+        for codec in (None, codecs.LowRank()):
 
-            def make_strategy(cluster_resolver, low_rank=low_rank):
-                return hop_tf.CanaryStrategy(
-                    cluster_resolver=cluster_resolver, consistency="bsp", codec=None, low_rank=low_rank
-                )
+            def make_strategy(cluster_resolver, codec=codec):
+                return hop_tf.CanaryStrategy(cluster_resolver=cluster_resolver, consistency="bsp", codec=codec)
 
             def train(strategy):
                 with strategy.scope():
@@ -176,14 +204,14 @@ class FitTest(tf.test.TestCase):
                 model.fit(x, x, batch_size=4, shuffle=False, verbose=0)
                 return [variable.numpy() for variable in model.trainable_variables]
 
-            weights[low_rank] = InProcessCluster(2, make_strategy).run(train)
+            weights[codec] = InProcessCluster(2, make_strategy).run(train)
         for rank in range(2):
-            for values, expected in zip(weights[4][rank], weights[None][rank], strict=True):
+            for values, expected in zip(weights[codecs.LowRank()][rank], weights[None][rank], strict=True):
                 self.assertAllClose(values, expected, atol=1e-5)
 
 
 class TrafficTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(({"low_rank": 4}, 0.10), ({}, 0.27))
+    @parameterized.parameters(({"codec": codecs.LowRank(codec="sketch")}, 0.10), ({}, 0.27))
     @pytest.mark.stress
     def test_against_float32(self, settings, share):
         """Compares bytes with those of 10 million float32 values, with headers and bucket values."""

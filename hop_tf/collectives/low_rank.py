@@ -1,17 +1,18 @@
-"""Low-rank factors of large dense gradients: Case 1 of Canary's gradient sketch (section 4.3.1).
+"""Means of large kernels as factors of low rank: Case 1 of Canary's gradient sketch (section 4.3.1).
 
-The mean gradient M of a dense kernel, m x k, goes as P Q^T, with P m x r and Q k x r: r (m + k) values in place of m k.
+The mean M of a kernel, m x k, goes as P Q^T, with P m x r and Q k x r: r (m + k) values in place of m k.
 One step of subspace iteration finds them, and begins with the result of the previous step:
 
-    M_i = gradient of rank i + E_i
+    M_i = value of rank i + E_i
     P   = mean of M_i Q', with Q' of the step before; then orthonormal columns
     Q   = mean of M_i^T P
     E_i = M_i - P (M_i^T P - e_i)^T        the loss, which is added in the next step
 
 Both means are all-reduces of factors, which the codec shortens further. e_i is the loss of the codec in Q on rank i.
 It becomes a part of E_i, because the next step has another P. The loss in P needs no memory, because any columns will
-do. The paper factorizes by singular values. That costs more than the step it saves, and loses the smaller values. Ranks
-find the factors together, so training is synchronous.
+do. Canary's paper factorizes by singular values. That costs more than the step it saves, and loses the smaller values.
+
+Each rank multiplies the factors itself. On processors of different kinds, products may differ in the last bit.
 
 References:
   Vogels, Karimireddy, Jaggi. PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization. NeurIPS
@@ -24,59 +25,48 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import tensorflow as tf
 
-from hop_tf.codecs import Codec
-from hop_tf.collectives import AllReduce
-from hop_tf.runtime.group import ExchangeContext
+from hop_tf.codecs import Codec, LowRank
+from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.tensors import payloads
+from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
-
-# Other kernels travel as they are: those with fewer values, or with less reduction by factors.
-_MIN_VALUES = 1 << 14
-_MIN_REDUCTION = 4
-
-
-def is_factorized(spec: TensorSpec, rank: int) -> bool:
-    """True if a variable's gradient travels as factors of `rank` columns: the variable is a large dense kernel."""
-    if spec.exact or len(spec.shape) != 2 or spec.dtype != tf.float32:
-        return False
-    return spec.num_elements >= max(_MIN_VALUES, _MIN_REDUCTION * rank * sum(spec.shape))
 
 
 class LowRankMean:
-    """Averages a colayer's gradients, those of large dense kernels as factors.
+    """Averages tensors, large kernels as factors. Used as an `AllReduce`.
 
     Args:
-      context: Membership, packing and buffers of the group.
-      name: A name that is unique in the group and equal on all ranks.
-      part: The packing of the colayer.
-      rank: r.
-      codec: Encodes factors and other gradients.
-      algorithm: See `hop_tf.collectives.get_algorithm`.
+      packing: The buckets.
+      codec: Tells the kernels to factorize, and encodes factors and other tensors.
+      pool: Provides large arrays.
+      make_all_reduce: `make_all_reduce(name, packing, codec)` makes an all-reduce.
     """
 
-    def __init__(self, context: ExchangeContext, name: str, part: Packing, *, rank: int, codec: Codec, algorithm: str):
-        self._part = part
-        self._pool = context.pool
-        self._kernels = [index for index, spec in enumerate(part.specs) if is_factorized(spec, rank)]
-        self._others = [index for index in range(len(part.specs)) if index not in self._kernels]
-        specs = [part.specs[index] for index in self._kernels]
-        self._rest = part.part(self._others)
+    def __init__(
+        self,
+        packing: Packing,
+        codec: LowRank,
+        pool: BufferPool,
+        make_all_reduce: Callable[[str, Packing, Codec], AllReduce],
+    ):
+        self._packing = packing
+        self._pool = pool
+        self._kernels = [index for index, spec in enumerate(packing.specs) if codec.factorizes(spec)]
+        self._others = [index for index in range(len(packing.specs)) if index not in self._kernels]
+        specs = [packing.specs[index] for index in self._kernels]
+        self._rest = packing.part(self._others)
         self._p, self._q = (
-            Packing([TensorSpec(spec.name, (spec.shape[axis], rank), spec.dtype) for spec in specs], part)
+            Packing([TensorSpec(spec.name, (spec.shape[axis], codec.rank), spec.dtype) for spec in specs], packing)
             for axis in (0, 1)
         )
         self._reductions = [
-            context.make_all_reduce(f"{name}/{what}", packing, codec_of_part, algorithm)
-            for what, packing, codec_of_part in (
-                ("rest", self._rest, codec),
-                ("p", self._p, codec.with_error_feedback(False)),
-                ("q", self._q, codec.with_error_feedback(True)),
-            )
+            make_all_reduce("rest", self._rest, codec.codec),
+            make_all_reduce("p", self._p, codec.codec.with_error_feedback(False)),
+            make_all_reduce("q", self._q, codec.codec.with_error_feedback(True)),
         ]
         self._lost = [np.zeros(spec.shape, np.float32) for spec in specs]
-        self._basis = [_first_basis(spec, rank) for spec in specs]
+        self._basis = [_first_basis(spec, codec.rank) for spec in specs]
 
     def reset(self, session: int) -> None:
         """Prepares for step 0 of `session`. Keeps what earlier steps have lost."""
@@ -88,7 +78,24 @@ class LowRankMean:
         """Time spent on encoding, decoding and adding."""
         return sum(reduction.codec_seconds for reduction in self._reductions)
 
-    def mean(self, step: int, buckets: Sequence[np.ndarray], delivers: Callable[[int, int], bool]) -> list[np.ndarray]:
+    def take_residuals(self) -> list[np.ndarray]:
+        """See `AllReduce.take_residuals`."""
+        rest = self._reductions[0]
+        residuals = [np.zeros(size, np.float32) for size in self._packing.sizes]
+        self._scatter(rest.take_residuals(), residuals)
+        for kernel, lost in zip(self._kernels, self._lost, strict=True):
+            self._matrix(residuals, kernel)[:] = lost
+            lost.fill(0)
+        return residuals
+
+    def mean(
+        self,
+        step: int,
+        buckets: Sequence[np.ndarray],
+        delivers: Callable[[int, int], bool],
+        before_commit: Callable[[], None] = lambda: None,
+        **arguments: int,
+    ) -> list[np.ndarray]:
         """Averages over all ranks; arguments and errors as of `AllReduce.mean`.
 
         In a world of two, the other rank may leave in the middle of this step. Then some buckets may be the mean of
@@ -98,10 +105,11 @@ class LowRankMean:
 
         def commit() -> None:  # A rank with one of the three means needs the other two over the same ranks.
             nonlocal is_committed
+            before_commit()
             is_committed = True
 
         def mean(reduction: AllReduce, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
-            return reduction.mean(step, vectors, delivers, commit, is_committed=is_committed)
+            return reduction.mean(step, vectors, delivers, commit, is_committed=is_committed, **arguments)
 
         rest, p, q = self._reductions
         result = [self._pool.take(values.nbytes).view(values.dtype) for values in buckets]
@@ -156,18 +164,18 @@ class LowRankMean:
         """Returns the gradients that do not travel as factors, one vector for each bucket."""
         gathered = [np.zeros(size, values.dtype) for size, values in zip(self._rest.sizes, buckets, strict=True)]
         for number, index in enumerate(self._others):
-            (bucket, source), (_, target) = self._part.place(index), self._rest.place(number)
+            (bucket, source), (_, target) = self._packing.place(index), self._rest.place(number)
             gathered[bucket][target] = buckets[bucket][source]
         return gathered
 
     def _scatter(self, means: Sequence[np.ndarray], result: Sequence[np.ndarray]) -> None:
         for number, index in enumerate(self._others):
-            (bucket, target), (_, source) = self._part.place(index), self._rest.place(number)
+            (bucket, target), (_, source) = self._packing.place(index), self._rest.place(number)
             result[bucket][target] = means[bucket][source]
 
     def _matrix(self, buckets: Sequence[np.ndarray], kernel: int) -> np.ndarray:
-        bucket, where = self._part.place(kernel)
-        return buckets[bucket][where].reshape(self._part.specs[kernel].shape)
+        bucket, where = self._packing.place(kernel)
+        return buckets[bucket][where].reshape(self._packing.specs[kernel].shape)
 
     def _factors(self, packing: Packing, means: Sequence[np.ndarray]) -> list[np.ndarray]:
         places = [packing.place(index) for index in range(len(packing.specs))]

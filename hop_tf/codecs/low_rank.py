@@ -1,0 +1,79 @@
+"""`LowRank`: large gradients as products of two narrow matrices.
+
+References:
+  Vogels, Karimireddy, Jaggi. PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization. NeurIPS
+  2019.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import tensorflow as tf
+
+from hop_tf.arguments import check_integer
+from hop_tf.codecs.base import Codec, get
+from hop_tf.tensors.packing import TensorSpec
+
+# Other kernels travel as they are: those with fewer values, or with less reduction by factors.
+_MIN_VALUES = 1 << 14
+_MIN_REDUCTION = 4
+# Rows and columns of the kernel that `bytes_per_value` describes.
+_NOMINAL_SIZE = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """Sends a large kernel, m x k, as two factors, m x r and k x r. Other values pass through a codec.
+
+    Ranks find the factors of their mean together: see `hop_tf.collectives.low_rank`. So it is no `Codec`, which encodes
+    any vector. Strategies take it if their ranks average gradients, or changes, in rounds: `PipeSGDStrategy`,
+    `DTSStrategy`, and `CanaryStrategy` with consistency="bsp". The part of a value that factors lose is added to the
+    value of the next round.
+
+    A mean takes three all-reduces after each other in place of one, and a rank's matrix products. So it is for slow
+    links.
+
+    Args:
+      rank: r, the number of columns of a factor; at least 1. Default 4.
+      codec: Encodes the factors, and all other values: a `Codec`, a name, or None for `Identity()`. Default None.
+
+    Raises:
+      TypeError: If `codec` is of another type.
+      ValueError: If `rank` is out of range, or there is no codec of that name.
+    """
+
+    name: ClassVar[str] = "low_rank"
+
+    rank: int = 4
+    codec: Codec | str | None = None
+
+    def __post_init__(self):
+        check_integer("rank", self.rank, at_least=1)
+        object.__setattr__(self, "codec", get(self.codec))
+
+    @property
+    def bytes_per_value(self) -> float:
+        """Bytes per value of a kernel of 1,024 rows and columns."""
+        return self.codec.bytes_per_value * 2 * self.rank / _NOMINAL_SIZE
+
+    def factorizes(self, spec: TensorSpec) -> bool:
+        """True if a tensor travels as factors: it is a large float32 matrix."""
+        if spec.exact or len(spec.shape) != 2 or spec.dtype != tf.float32:
+            return False
+        return spec.num_elements >= max(_MIN_VALUES, _MIN_REDUCTION * self.rank * sum(spec.shape))
+
+
+def get_for_means(codec: str | Codec | LowRank | None) -> Codec | LowRank:
+    """The codec that an argument stands for, of a strategy whose ranks average whole kernels.
+
+    Args:
+      codec: As for `get`; or a `LowRank`, or "low_rank" for one with its defaults.
+
+    Raises:
+      TypeError, ValueError: As `get`.
+    """
+    if codec == LowRank.name:
+        return LowRank()
+    return codec if isinstance(codec, LowRank) else get(codec)
