@@ -49,7 +49,7 @@ from hop_tf.collectives.ended_steps import EndedSteps
 from hop_tf.collectives.operation import Mailbox, Operation, Participants, RanksChanged
 from hop_tf.collectives.vectors import Arrays, SparseVector, Vectors, Where, make_vector
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.tensors.buffers import BufferPool
 
 # Values of a chunk. Large enough that Python costs little, and small enough that a piece has several chunks.

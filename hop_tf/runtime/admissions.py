@@ -21,7 +21,8 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership, SessionQueue
+from hop_tf.membership.session import Membership
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.tensors.packing import TensorSpec
 from hop_tf.transport.base import Message
 

@@ -19,7 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import HopError
-from hop_tf.membership import Interrupted, Rounds
+from hop_tf.membership.rounds import Rounds
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.records import Kind, Recorder
 from hop_tf.runtime.joining import Joining
 from hop_tf.tensors.fifo import dequeue, enqueue_arrays

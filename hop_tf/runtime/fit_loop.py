@@ -29,7 +29,7 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.tuners import Trial, ending_search
 from hop_tf.keras_hook.updates import as_own_updates
-from hop_tf.membership import LeftBehind
+from hop_tf.membership.waiting import LeftBehind
 from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.assignments import Assignments, refusal_in

@@ -13,7 +13,7 @@ from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import AllReduce, get_algorithm
 from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.keras_hook.roster import Roster
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.exchange import CATCH_UP, MEETING, Exchange, ExchangeRunner
 from hop_tf.runtime.report import StepStatistics

@@ -21,8 +21,9 @@ from hop_tf.errors import HopError, PeerFailedError, PeerLostError
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.shuffling import draw_seed
-from hop_tf.membership import Membership, Rounds
 from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.membership.rounds import Rounds
+from hop_tf.membership.session import Membership
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
 from hop_tf.runtime.algorithm import Algorithm
@@ -40,7 +41,9 @@ from hop_tf.runtime.stalls import StallReport
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.tensors.page_lock import PageLock
-from hop_tf.transport import GrpcTransport, TcpTransport, Transport
+from hop_tf.transport.base import Transport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 
 _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
 

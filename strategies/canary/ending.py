@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.strategies.canary.contributions import Contributions
 from hop_tf.strategies.canary.flow_control import FlowControl
 from hop_tf.strategies.canary.messages import Channel, MessageKind

@@ -12,7 +12,8 @@ import tensorflow as tf
 from hop_tf.codecs import Codec, Identity
 from hop_tf.collectives import Network
 from hop_tf.errors import HopError
-from hop_tf.membership import SessionQueue, Silence
+from hop_tf.membership.session_queue import SessionQueue
+from hop_tf.membership.silence import Silence
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner

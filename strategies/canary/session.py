@@ -18,8 +18,8 @@ from hop_tf import codecs
 from hop_tf.arguments import check_integer
 from hop_tf.collectives import BULK_LANE, AllReduce, BCube, get_algorithm, get_network
 from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
-from hop_tf.membership import Membership
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
+from hop_tf.membership.session import Membership
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.strategies.canary import gei
 from hop_tf.tensors.buffers import BufferPool

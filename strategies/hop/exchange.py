@@ -9,7 +9,7 @@ import numpy as np
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
-from hop_tf.membership import SessionQueue
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner

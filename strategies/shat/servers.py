@@ -13,7 +13,8 @@ from absl import logging
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
-from hop_tf.membership import Interrupted, parse
+from hop_tf.membership.session import parse
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.shat.requests import Configuration, ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb

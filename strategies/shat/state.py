@@ -16,7 +16,7 @@ from hop_tf.keras_hook.optimizers import (
     set_num_updates,
     shift_schedule,
 )
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.shat.requests import Configuration, ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb

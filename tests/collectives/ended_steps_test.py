@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from hop_tf import codecs
 from hop_tf.collectives import get_algorithm
 from hop_tf.errors import HopError, ProtocolError
-from hop_tf.membership import Interrupted
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.transport.base import Message
 from support import IS_STRESS

@@ -11,7 +11,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 from hop_tf.errors import HopError, PeerLostError
-from hop_tf.membership import Interrupted, LeftBehind
+from hop_tf.membership.waiting import Interrupted, LeftBehind
 from hop_tf.records import Kind, make_recorder
 from hop_tf.runtime.exchange import CATCH_UP, Exchange, ExchangeRunner, Result
 from hop_tf.runtime.joining import Joining

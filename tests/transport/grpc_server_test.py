@@ -11,10 +11,11 @@ import numpy as np
 from absl.testing import absltest
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server, unauthenticated_peers
+from hop_tf.transport import control_pb2, framing, grpc_server, unauthenticated_peers
 from hop_tf.transport.checksum import NoChecksums
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.grpc_link import METHOD
+from hop_tf.transport.grpc_transport import GrpcTransport
 from support.transports import (
     DEADLINE_SECONDS,
     TransportTestMixin,

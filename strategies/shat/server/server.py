@@ -12,7 +12,8 @@ from absl import logging
 
 from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, ProtocolError
-from hop_tf.membership import LEAVE_QUEUE, membership_pb2, parse
+from hop_tf.membership import membership_pb2
+from hop_tf.membership.session import LEAVE_QUEUE, parse
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.configured import ConfiguredGroup
 from hop_tf.strategies.shat.server.group import Answer, ForgottenError
