@@ -18,12 +18,11 @@ from hop_tf.keras_hook.optimizers import (
 )
 from hop_tf.membership.session import Membership
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.strategies.shat.requests import Configuration, ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import wire
 from hop_tf.strategies.shat.server.server import ASSIGN, BEGIN, PULL, RETIRE
 from hop_tf.strategies.shat.server.state import ShardState
-from hop_tf.strategies.shat.servers import Answers, Servers
+from hop_tf.strategies.shat.servers import Answers, Configuration, ServerRequest, Servers
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView
 from hop_tf.strategies.shat.variables import GroupVariables
