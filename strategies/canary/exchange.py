@@ -129,7 +129,12 @@ class CanaryExchange(Exchange, Joiner):
             membership, self._peers, self._contributions, self._threads, self._held, self._silence, window
         )
         self._ending = Ending(
-            membership, self._peers, self._contributions, self._channel, self._flow_control, self._fill_gaps
+            membership,
+            self._peers,
+            self._contributions,
+            self._channel,
+            self._flow_control.wait_for_others,
+            self._fill_gaps,
         )
         # Ranks may join meanwhile, so `Ending` decides which ranks take part.
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh", recovers=False)
