@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
-from hop_tf.collectives import AllReduce
+from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.adapted import watch_tables
 from hop_tf.keras_hook.devices import make_extended

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.collectives import AllReduce, Alternatives, one_or_alternatives
+from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.alternatives import Alternatives, one_or_alternatives
 from hop_tf.keras_hook.optimizers import has_schedule, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Times

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
-from hop_tf.collectives import AllReduce, get_algorithm
+from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.routed import get_algorithm
 from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.membership.session import Membership

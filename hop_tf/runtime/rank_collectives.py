@@ -10,7 +10,9 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.codecs import Identity
-from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
+from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.routed import get_algorithm
+from hop_tf.collectives.tree import TreeCollectives
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.membership.session import Membership

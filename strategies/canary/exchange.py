@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
-from hop_tf.collectives import Network
+from hop_tf.collectives.networks import Network
 from hop_tf.errors import HopError
 from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.membership.silence import Silence

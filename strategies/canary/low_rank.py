@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec
-from hop_tf.collectives import AllReduce
+from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.tensors import payloads
 from hop_tf.tensors.packing import Packing, TensorSpec

@@ -11,7 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.collectives import AllReduce, Alternatives, one_or_alternatives
+from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.alternatives import Alternatives, one_or_alternatives
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from absl import logging
 
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership.session import parse
 from hop_tf.membership.waiting import Interrupted
@@ -20,7 +19,7 @@ from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import CONFIGURE, CONFIGURED, PREFIX, PULL, PULLED, PUSH, REPLY
 from hop_tf.strategies.shat.shards import ShardView
 from hop_tf.tensors import payloads
-from hop_tf.transport.base import Message
+from hop_tf.transport.base import BULK_LANE, Message
 
 # For each queue of requests, the queue of answers, without the group, and the type of answers.
 _ANSWERS = {CONFIGURE: (CONFIGURED, pb.Configured), PUSH: (REPLY, pb.Reply), PULL: (PULLED, pb.Pulled)}

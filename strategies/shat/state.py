@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 
 from hop_tf.arguments import identity_of
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError
 from hop_tf.keras_hook.optimizers import (
     constrain,
@@ -27,6 +26,7 @@ from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView
 from hop_tf.strategies.shat.variables import GroupVariables
 from hop_tf.tensors import payloads
+from hop_tf.transport.base import BULK_LANE
 
 
 class GroupState:
