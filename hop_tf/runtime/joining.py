@@ -26,7 +26,8 @@ from absl import logging
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.membership.session import Membership, parse
-from hop_tf.runtime.joiner import GraphState, Joiner, LockStepJoiner, State
+from hop_tf.runtime.admissions import LockStepJoiner
+from hop_tf.runtime.joiner import GraphState, Joiner, State
 from hop_tf.runtime.replica_state import compare
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import BULK_LANE, Message

@@ -17,6 +17,7 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.cluster import Cluster
+from hop_tf.collectives.routed import get_algorithm
 from hop_tf.errors import HopError, PeerFailedError, PeerLostError
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
@@ -29,7 +30,8 @@ from hop_tf.records import Recorder
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.epoch_ends import EpochEnds
-from hop_tf.runtime.exchange import Exchange, ExchangeRunner
+from hop_tf.runtime.exchange import Exchange
+from hop_tf.runtime.exchange_runner import ExchangeRunner
 from hop_tf.runtime.finite import FiniteCheck
 from hop_tf.runtime.first_batches import FirstBatches
 from hop_tf.runtime.group import ExchangeContext, Group
@@ -380,6 +382,7 @@ class RankRuntime:
             trained=trained,
             carried=DeltaTracker(carried, carried_values),
             roster=self._roster,
+            get_algorithm=get_algorithm,
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from hop_tf.codecs import Codec, Identity, Int8
 from hop_tf.runtime.choosing import AUTO, algorithms_to_try
-from hop_tf.runtime.group import takes_codec
-from hop_tf.tensors.packing import TensorSpec
+from hop_tf.tensors.packing import TensorSpec, takes_codec
 
 # Shorter values are encoded only if a codec is given: every message takes some time, however short it is.
 _LEAST_BYTES = 1 << 14
