@@ -88,7 +88,7 @@ class Ours(Member):
             peers=range(len(addresses)),
         )
         self._reduction = ALGORITHMS[algorithm](
-            self._membership, "benchmark", sizes=[size], dtypes=[np.float32], codecs=[codecs.get(codec)], pool=pool
+            self._membership, "benchmark", sizes=[size], codecs=[codecs.get(codec)], pool=pool
         )
         self._reduction.reset(1)
         self._transport.start()

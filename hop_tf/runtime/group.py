@@ -85,17 +85,16 @@ class ExchangeContext:
           algorithm: See `hop_tf.collectives.get_algorithm`.
           recovers: See `AllReduce`. Default: True if ranks continue without a lost rank.
         """
-        dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
-        take_codec = [
-            codec != Identity() and takes_codec(dtype, exact)
+        encodes = codec != Identity()
+        codecs = [
+            codec if encodes and takes_codec(dtype, exact) else Identity(dtype=dtype.as_numpy_dtype)
             for dtype, exact in zip(packing.dtypes, packing.exact, strict=True)
         ]
         return self.get_algorithm(algorithm)(
             self.membership,
             f"{self.group}/{name}",
             sizes=packing.sizes,
-            dtypes=dtypes,
-            codecs=[codec if takes else Identity(dtype=d) for takes, d in zip(take_codec, dtypes, strict=True)],
+            codecs=codecs,
             pool=self.pool,
             recovers=self.membership.continue_without_lost if recovers is None else recovers,
         )

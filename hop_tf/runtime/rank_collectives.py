@@ -160,7 +160,6 @@ class RankCollectives:
             self._membership,
             self._next_called(),
             sizes=[num_values],
-            dtypes=[np.float32],
             codecs=[Identity()],
             pool=self._pool,
         )

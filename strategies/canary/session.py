@@ -331,7 +331,6 @@ class CanarySession:
             self._membership,
             f"session/{algorithm}/{_digest(ranks):08x}/{size}/{name}",
             sizes=[size],
-            dtypes=[dtype],
             codecs=[codec],
             pool=self._pool,
             lane=lane,

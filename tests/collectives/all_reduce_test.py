@@ -102,7 +102,6 @@ class Job:
                 membership,
                 "test",
                 sizes=[self._size, self._size_of_ranks],
-                dtypes=[self._dtype, np.float64],
                 codecs=[self._codec, self._codec_of_ranks],
                 pool=self.cluster.pool,
                 chunk_values=_CHUNK_VALUES,

@@ -80,7 +80,6 @@ class Job:
             membership,
             "test",
             sizes=[500, 3],
-            dtypes=[np.float32, np.float64],
             codecs=[self._codec, codecs.Identity(dtype=np.float64)],
             pool=self.cluster.pool,
             chunk_values=64,

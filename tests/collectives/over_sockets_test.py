@@ -45,7 +45,6 @@ class OverSocketsTest(TransportTestMixin, parameterized.TestCase):
                 membership,
                 "means",
                 sizes=sizes,
-                dtypes=[np.float32] * len(sizes),
                 codecs=[codecs.Identity()] * len(sizes),
                 pool=BufferPool(),
             )
