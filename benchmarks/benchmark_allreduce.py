@@ -70,11 +70,11 @@ class Ours(Member):
     def __init__(self, name: str, rank: int, addresses: list[str], size: int):
         from hop_tf import codecs
         from hop_tf.collectives import ALGORITHMS
-        from hop_tf.membership import Membership
         from hop_tf.membership.monitor import ThreadMonitor
+        from hop_tf.membership.session import Membership
         from hop_tf.options import CommunicationOptions
         from hop_tf.tensors.buffers import BufferPool
-        from hop_tf.transport import TcpTransport
+        from hop_tf.transport.tcp_transport import TcpTransport
 
         algorithm, codec = name.split("/")
         options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
@@ -88,7 +88,7 @@ class Ours(Member):
             peers=range(len(addresses)),
         )
         self._reduction = ALGORITHMS[algorithm](
-            self._membership, "benchmark", sizes=[size], dtypes=[np.float32], codecs=[codecs.get(codec)], pool=pool
+            self._membership, "benchmark", sizes=[size], codecs=[codecs.get(codec)], pool=pool
         )
         self._reduction.reset(1)
         self._transport.start()

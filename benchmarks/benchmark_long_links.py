@@ -30,8 +30,8 @@ import results
 from absl import app, flags
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import TcpTransport
 from hop_tf.transport.base import BULK_LANE, Message
+from hop_tf.transport.tcp_transport import TcpTransport
 
 _LINKS = flags.DEFINE_list("links", ["1e8:0.277", "1e8:0.277:0.05", "1e8:1"], "What links are like.")
 _SECONDS = flags.DEFINE_float("seconds", 10.0, "How long the link is kept full, and 20 round trips.", lower_bound=1.0)

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
-from hop_tf.collectives import AllReduce
+from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.adapted import watch_tables
 from hop_tf.keras_hook.devices import make_extended
@@ -29,12 +29,12 @@ from hop_tf.keras_hook.trace import is_built
 from hop_tf.keras_hook.trainer import forget_cluster, register_cluster, wrap_trainer
 from hop_tf.options import CommunicationOptions, checked_options, rank_folder
 from hop_tf.records import make_recorder
+from hop_tf.runtime.algorithm import Scheme
 from hop_tf.runtime.fit_loop import FitLoop
 from hop_tf.runtime.plugins import requested_plugins
 from hop_tf.runtime.profiling import StepProfiler
 from hop_tf.runtime.rank_runtime import RankRuntime
 from hop_tf.runtime.report import ReportWriter, static_identity
-from hop_tf.runtime.scheme import Scheme
 from hop_tf.transport.own_name import check_own_name
 
 

@@ -14,6 +14,7 @@ import hop_tf
 
 _PACKAGE = pathlib.Path(hop_tf.__file__).parent
 _MAX_FLAT_FILES = 15
+_MAX_CHAIN = 16
 # Names by which programs import tools; and the command line.
 _DOORS = {
     *("hop_tf.__main__", "hop_tf.emulation", "hop_tf.integrations.ray", "hop_tf.planning", "hop_tf.simulate"),
@@ -85,6 +86,12 @@ class ArchitectureTest(absltest.TestCase):
         for arrows in (self.arrows, rooms):
             circles = [each for each in nx.strongly_connected_components(nx.DiGraph(arrows)) if len(each) > 1]
             self.assertEmpty(circles)
+
+    def test_chains_of_imports_are_short(self):
+        """Without the tools, and without the programs' names for them."""
+        arrows = [arrow for arrow in self.arrows if not any(each.startswith("hop_tf.tools") for each in arrow)]
+        chain = nx.dag_longest_path(nx.DiGraph(arrows))
+        self.assertLessEqual(len(chain), _MAX_CHAIN, chain)
 
     def test_strategies_know_nothing_of_each_other(self):
         found = [

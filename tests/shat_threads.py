@@ -10,8 +10,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.membership import Membership
 from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.membership.session import Membership
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.exchange import Request
@@ -23,7 +23,7 @@ from hop_tf.strategies.shat.server.snapshots import Snapshots
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
-from hop_tf.transport import InProcessNetwork, InProcessTransport
+from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
 
 NUM_VALUES = 100
 RATE = 0.5

@@ -49,7 +49,7 @@ from hop_tf.collectives.ended_steps import EndedSteps
 from hop_tf.collectives.operation import Mailbox, Operation, Participants, RanksChanged
 from hop_tf.collectives.vectors import Arrays, SparseVector, Vectors, Where, make_vector
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.tensors.buffers import BufferPool
 
 # Values of a chunk. Large enough that Python costs little, and small enough that a piece has several chunks.
@@ -76,7 +76,6 @@ class AllReduce(abc.ABC):
       membership: Waiting and transport.
       name: Name of these vectors, equal on all ranks.
       sizes: Number of values of each vector.
-      dtypes: NumPy dtype of each vector.
       codecs: Codec of each vector. Lossy codecs take float32, bfloat16 and float16.
       pool: Provides large arrays.
       chunk_values: Values of a chunk; equal on all ranks.
@@ -94,7 +93,6 @@ class AllReduce(abc.ABC):
         name: str,
         *,
         sizes: Sequence[int],
-        dtypes: Sequence[np.dtype],
         codecs: Sequence[Codec],
         pool: BufferPool,
         chunk_values: int = CHUNK_VALUES,
@@ -108,8 +106,8 @@ class AllReduce(abc.ABC):
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
         self._ended_steps = EndedSteps(membership, name, pool) if recovers else None
         self._vectors = [
-            make_vector(size, np.dtype(dtype), codec, chunk_values, pool, self.passes_sums)
-            for size, dtype, codec in zip(sizes, dtypes, codecs, strict=True)
+            make_vector(size, codec, chunk_values, pool, self.passes_sums)
+            for size, codec in zip(sizes, codecs, strict=True)
         ]
         self._participants: Participants | None = None  # Of the last attempt.
         self._joints: dict[tuple[int, ...], Vectors] = {}  # By the indices of the vectors that travel together.
@@ -165,7 +163,7 @@ class AllReduce(abc.ABC):
 
         Args:
           step: Number of the step: 0, 1, 2, ... in each session, equal on all ranks.
-          vectors: 1-D arrays, of the sizes and dtypes given. They are read after this call returns. Do not modify them.
+          vectors: 1-D arrays, of the sizes given. They are read after this call returns. Do not modify them.
           delivers: `delivers(rank, step)` is True if `rank` takes part; see `Membership.delivers`.
           before_commit: Called before this rank sends anything with which others can complete a mean of this step. May
             block, and raise `Interrupted`. Then no rank has a mean with this rank's part. In a mesh of two, it is

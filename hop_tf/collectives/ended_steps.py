@@ -29,7 +29,7 @@ import numpy as np
 
 from hop_tf.collectives.operation import Operation, Participants
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import BULK_LANE, Message
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from hop_tf.errors import PeerLostError, ProtocolError
-from hop_tf.membership import Membership, SessionQueue
+from hop_tf.membership.session import Membership
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import Expected, Message, ToSend
 

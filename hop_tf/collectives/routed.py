@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
-from hop_tf.collectives.all_reduce import AllReduce
-from hop_tf.collectives.networks import Network, Route
+from hop_tf.collectives.all_reduce import ALGORITHMS, AllReduce
+from hop_tf.collectives.networks import Network, Route, get_network
 from hop_tf.collectives.operation import Data, Operation
-from hop_tf.collectives.tree import BULK_LANE
 from hop_tf.collectives.vectors import Arrays, Vectors, Where
+from hop_tf.transport.base import BULK_LANE
 
 _UP, _DOWN = 0, 1
 
@@ -127,3 +129,8 @@ class _Flow:
     @property
     def num_children(self) -> int:
         return len(self.children)
+
+
+def get_algorithm(name: str) -> Callable[..., AllReduce]:
+    """The constructor of the all-reduce with that name: one of `ALGORITHMS`, or a network as of `get_network`."""
+    return ALGORITHMS.get(name) or functools.partial(RoutedAllReduce, network=get_network(name))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hop_tf.errors import PeerFailedError, PeerLostError, ProtocolError
-from hop_tf.membership import Membership, tree_neighbors
+from hop_tf.membership.session import Membership, tree_neighbors
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import BULK_LANE, Message
 

@@ -41,11 +41,8 @@ class Vector:
 
     recorder: Recorder | None = None
 
-    def __init__(
-        self, size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool
-    ):
+    def __init__(self, size: int, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool):
         self._size = size
-        self._dtype = dtype
         self._codec = codec
         self._codec_of_parts = codec.for_sums if passes_sums else codec
         self._granularity = codec.granularity
@@ -214,10 +211,8 @@ class SparseVector(Vector):
     no effect. In steps whose mean is not finite, all ranks keep their previous residuals.
     """
 
-    def __init__(
-        self, size: int, dtype: np.dtype, codec: Sparse, chunk_values: int, pool: BufferPool, passes_sums: bool
-    ):
-        super().__init__(size, dtype, codec.dense, chunk_values, pool, passes_sums)
+    def __init__(self, size: int, codec: Sparse, chunk_values: int, pool: BufferPool, passes_sums: bool):
+        super().__init__(size, codec.dense, chunk_values, pool, passes_sums)
         self._sparse_codec = codec
         self._lost: np.ndarray | None = None
         self._lost_in_attempt: np.ndarray | None = None
@@ -303,9 +298,7 @@ def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
     return num_ranks * codec.bytes_per_value <= 2 * codec.dense.bytes_per_value
 
 
-def make_vector(
-    size: int, dtype: np.dtype, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool
-) -> Vector:
+def make_vector(size: int, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool) -> Vector:
     """Makes the `Vector` or `SparseVector` for a codec. For the arguments, see `AllReduce`."""
     member = SparseVector if isinstance(codec, Sparse) else Vector
-    return member(size, dtype, codec, chunk_values, pool, passes_sums)
+    return member(size, codec, chunk_values, pool, passes_sums)

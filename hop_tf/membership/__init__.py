@@ -11,26 +11,3 @@ A rank that was lost or has exited can be started again. Its new process is told
 as `hop_tf.runtime.joining` describes. Every new process that joins is one more *incarnation* of the rank, so that late
 news of an earlier incarnation do no harm.
 """
-
-from hop_tf.membership.departures import Departure
-from hop_tf.membership.monitor import Monitor, ThreadMonitor
-from hop_tf.membership.rounds import Rounds
-from hop_tf.membership.session import LEAVE_QUEUE, Membership, parse, tree_neighbors
-from hop_tf.membership.session_queue import SessionQueue
-from hop_tf.membership.silence import Silence
-from hop_tf.membership.waiting import Interrupted, LeftBehind
-
-__all__ = [
-    "LEAVE_QUEUE",
-    "Departure",
-    "Interrupted",
-    "LeftBehind",
-    "Membership",
-    "Monitor",
-    "Rounds",
-    "SessionQueue",
-    "Silence",
-    "ThreadMonitor",
-    "parse",
-    "tree_neighbors",
-]

@@ -94,8 +94,6 @@ class Membership(Waiting):
         self._gathered = dict.fromkeys(self.peers, 0)
         # True if the others went on without this rank, so that its actions no longer matter to them.
         self.is_given_up = False
-        # This rank's incarnation. While this rank is joining, its next incarnation.
-        self.incarnation = 0
         self.joining = False
         # The seed of common random choices of all ranks in the running session.
         self.seed = 0

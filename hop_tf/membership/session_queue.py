@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hop_tf.membership.session import Membership
+from hop_tf.membership.waiting import Waiting
 from hop_tf.transport.base import Expected, Handler, Message, ToSend
 
 _HEAD = struct.Struct("<qq")  # The session, and the receiver's incarnation. The scheme's own header follows.
@@ -24,7 +24,7 @@ class SessionQueue:
       num_dropped: Number of messages of another session, or for another incarnation.
     """
 
-    def __init__(self, membership: Membership, name: str, session: int):
+    def __init__(self, membership: Waiting, name: str, session: int):
         self._membership = membership
         self._name = name
         self.session = session

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from absl import logging
 
-from hop_tf.membership.questions import Questions
+from hop_tf.membership.patience import Questions
 from hop_tf.membership.waiting import Waiting
 
 # The transport's threads answer a question within this time plus 8 round trips, even while the rank computes.

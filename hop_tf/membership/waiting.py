@@ -14,8 +14,7 @@ from hop_tf.errors import HopError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure, Departures
 from hop_tf.membership.monitor import Monitor
-from hop_tf.membership.patience import Patience
-from hop_tf.membership.questions import Questions
+from hop_tf.membership.patience import Patience, Questions
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind
 from hop_tf.transport.base import PeerStatus, Transport
@@ -82,6 +81,8 @@ class Waiting(abc.ABC):
         self.continue_without_lost = continue_without_lost
         # Number of rounds of the running session that this rank has begun; see `Membership.begin_round`.
         self.num_rounds = 0
+        # This rank's incarnation. While this rank is joining, its next incarnation.
+        self.incarnation = 0
         self._options = options
         self._patience = None
         self._look_seconds = _LIVENESS_PERIOD_SECONDS

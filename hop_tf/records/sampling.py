@@ -33,10 +33,3 @@ def is_recorded(number: int, full: int = FULL_STEPS, block: int = BLOCK_STEPS) -
 def is_recorded_session(session: int) -> bool:
     """True if steps of a session are recorded. Sessions count from 1."""
     return is_recorded(session - 1, FULL_SESSIONS, 1)
-
-
-def most_recorded(count: int, full: int = FULL_STEPS) -> int:
-    """An upper bound on the number of recorded steps among the first `count`, by `is_recorded`."""
-    if count <= full:
-        return count
-    return full + full // 2 * (-(-count // full) - 1).bit_length()

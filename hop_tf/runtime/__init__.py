@@ -4,12 +4,11 @@ A strategy of your own builds on `Algorithm`, `Exchange` (or `AveragingExchange`
 `hop_tf.strategy.ExchangeStrategy`.
 """
 
-from hop_tf.runtime.algorithm import Algorithm
+from hop_tf.runtime.algorithm import Algorithm, Scheme
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext, Group
-from hop_tf.runtime.scheme import Scheme
 
 __all__ = [
     "Algorithm",

@@ -13,6 +13,7 @@ step. The newcomer takes part from a later step on, at which it can take over th
 
 from __future__ import annotations
 
+import abc
 import struct
 from collections.abc import Callable, Iterable, Sequence
 
@@ -21,7 +22,10 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership, SessionQueue
+from hop_tf.keras_hook.roster import Roster
+from hop_tf.membership.session import Membership
+from hop_tf.membership.session_queue import SessionQueue
+from hop_tf.runtime.joiner import Joiner
 from hop_tf.tensors.packing import TensorSpec
 from hop_tf.transport.base import Message
 
@@ -191,6 +195,37 @@ class Admissions:
                 f"rank at {self.own_first_step}."
             )
         self.own_first_step = step
+
+
+class LockStepJoiner(Joiner):
+    """A joiner for synchronous ranks. A newcomer enters between two steps, when all ranks meet.
+
+    Attributes:
+      admissions: The ranks that take part, and their first steps; None if no rank can join.
+      roster: The ranks that share each batch; None if all ranks share it, even lost ones.
+    """
+
+    admissions: Admissions | None = None
+    roster: Roster | None = None
+
+    @property
+    def lets_join(self) -> bool:
+        return self.admissions is not None
+
+    def meet(self, rank: int, step: int) -> None:
+        pass
+
+    def admit(self, rank: int, step: int) -> int:
+        self.admissions.note(rank)
+        return -1  # Ranks have yet to agree on its first step.
+
+    @abc.abstractmethod
+    def common_state(self) -> list[np.ndarray]:
+        """The exchange's state between two steps, which a newcomer takes over. Called without the monitor."""
+
+    @abc.abstractmethod
+    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
+        """Takes over another rank's `common_state`, as bytes. `begin_at` follows."""
 
 
 def find_spec(specs: Sequence[TensorSpec]) -> int | None:

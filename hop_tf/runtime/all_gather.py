@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.errors import HopError
-from hop_tf.membership import Interrupted
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.tensors.host import runs_on_host
 
 _CALL = struct.Struct("<q")

@@ -13,9 +13,8 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.trace import Assigned, StepTrace
 from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch, WatchedGroup
-from hop_tf.runtime.algorithm import Algorithm
+from hop_tf.runtime.algorithm import Algorithm, Scheme
 from hop_tf.runtime.deltas import read_all
-from hop_tf.runtime.scheme import Scheme
 
 _TEXT = "weights were assigned"
 _MOST_NAMES = 5
@@ -192,7 +191,7 @@ class Assignments:
 
     def _describe(self, variables: Sequence[tf.Variable], when: str) -> str:
         return (
-            f"{_TEXT} {when}, on rank {self._scheme.rank}: {names_of(variables)}. Under {type(self._scheme).__name__} "
+            f"{_TEXT} {when}, on rank {self._scheme.rank}: {_names_of(variables)}. Under {type(self._scheme).__name__} "
             "these values would be lost, because merged weights are kept apart from the weights that a rank computes "
             "with. Use PipeSGDStrategy(pipeline_width=1), HopStrategy, DTSStrategy or CanaryStrategy."
         )
@@ -214,7 +213,19 @@ def refusal_in(error: tf.errors.OpError) -> str | None:
     return None if found is None else found[1].replace("\\'", "'")
 
 
-def names_of(variables: Sequence[tf.Variable]) -> str:
+def refuse_assignments(scheme: Scheme, variables: Sequence[tf.Variable]) -> None:
+    """Raises ValueError: a step has assigned these weights after their update."""
+    raise ValueError(
+        "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. Under "
+        f"{type(scheme).__name__} these values would be lost, because updates are made again with values from other "
+        "ranks, or on a server. Give the layer a constraint, as in Dense(8, "
+        "kernel_constraint=keras.constraints.MaxNorm(1.0)). Or use HopStrategy, DTSStrategy, "
+        "CanaryStrategy(consistency='bsp') or PipeSGDStrategy(pipeline_width=1). Received: an assignment to "
+        f"{_names_of(variables)}."
+    )
+
+
+def _names_of(variables: Sequence[tf.Variable]) -> str:
     """The first few variables, for an error."""
     names = [repr(getattr(variable, "path", variable.name)) for variable in variables]
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hop_tf.codecs import Codec, Identity
-from hop_tf.collectives import AllReduce
-from hop_tf.runtime.admissions import Admissions
+from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.runtime.admissions import Admissions, LockStepJoiner
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.runtime.joiner import LockStepJoiner
 from hop_tf.tensors import payloads
 
 

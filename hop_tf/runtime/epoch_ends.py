@@ -12,7 +12,8 @@ from absl import logging
 from hop_tf.errors import MismatchError
 from hop_tf.keras_hook.metric_states import MetricStates
 from hop_tf.keras_hook.ownership import states_of
-from hop_tf.membership import Membership, Rounds
+from hop_tf.membership.rounds import Rounds
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.metrics import EpochMetrics, as_log, means_of, numeric, sums_of
 from hop_tf.runtime.stop_agreement import StopAgreement

@@ -13,7 +13,7 @@ from absl import logging
 
 from hop_tf.errors import HopError, PeerLostError
 from hop_tf.keras_hook.shared_paths import flat_callbacks
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.rank_collectives import RankCollectives
 
 _CLAIM = "callbacks that may change weights when `fit` has ended"

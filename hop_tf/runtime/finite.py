@@ -7,7 +7,7 @@ import threading
 from absl import logging
 
 from hop_tf.errors import HopError
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 
 
 class FiniteCheck:

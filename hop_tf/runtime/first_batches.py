@@ -6,7 +6,7 @@ import struct
 
 from absl import logging
 
-from hop_tf.membership import Membership, tree_neighbors
+from hop_tf.membership.session import Membership, tree_neighbors
 from hop_tf.transport.base import Message
 
 _QUEUE = "first_batch"

@@ -29,10 +29,10 @@ from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.tuners import Trial, ending_search
 from hop_tf.keras_hook.updates import as_own_updates
-from hop_tf.membership import LeftBehind
+from hop_tf.membership.waiting import LeftBehind
 from hop_tf.runtime.agreed_states import AgreedStates
-from hop_tf.runtime.algorithm import Algorithm
-from hop_tf.runtime.assignments import Assignments, refusal_in
+from hop_tf.runtime.algorithm import Algorithm, Scheme
+from hop_tf.runtime.assignments import Assignments, refusal_in, refuse_assignments
 from hop_tf.runtime.epoch_ends import EPOCH_END, VALIDATION
 from hop_tf.runtime.final_weights import FinalWeights
 from hop_tf.runtime.group import Group, tensors_of
@@ -42,13 +42,11 @@ from hop_tf.runtime.plugins import Plugin
 from hop_tf.runtime.rank_runtime import RankRuntime
 from hop_tf.runtime.refusals import (
     check_optimizer,
-    refuse_assignments,
     refuse_to_restore,
     refuse_update,
     require_lock_step,
 )
 from hop_tf.runtime.report import StepStatistics
-from hop_tf.runtime.scheme import Scheme
 from hop_tf.runtime.step_records import StepRecords
 from hop_tf.runtime.weighing import RowWeighing
 

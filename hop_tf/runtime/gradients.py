@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import tensorflow as tf
 
-from hop_tf.collectives import Alternatives
+from hop_tf.collectives.alternatives import Alternatives
 from hop_tf.keras_hook.optimizers import has_schedule, weight_decays
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Times

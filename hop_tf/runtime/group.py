@@ -10,20 +10,23 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity, LowRank
-from hop_tf.collectives import AllReduce, Alternatives, LowRankMean, get_algorithm
+from hop_tf.collectives.all_reduce import ALGORITHMS, AllReduce
+from hop_tf.collectives.alternatives import Alternatives
+from hop_tf.collectives.low_rank import LowRankMean
 from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.keras_hook.roster import Roster
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.deltas import DeltaTracker
-from hop_tf.runtime.exchange import CATCH_UP, MEETING, Exchange, ExchangeRunner
+from hop_tf.runtime.exchange import Exchange
+from hop_tf.runtime.exchange_runner import CATCH_UP, MEETING, ExchangeRunner
 from hop_tf.runtime.report import StepStatistics
-from hop_tf.runtime.ways import Way, takes_codec
+from hop_tf.runtime.ways import Way
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.fifo import Fifo, MakeFifo
 from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.host import runs_on_host
 from hop_tf.tensors.joined import JoinedGroup
-from hop_tf.tensors.packing import Packing
+from hop_tf.tensors.packing import Packing, takes_codec
 
 
 def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
@@ -48,6 +51,7 @@ class ExchangeContext:
       trained: The variables that the optimizer updates.
       carried: This rank's changes of the variables that are exchanged together with the trained ones.
       roster: The ranks that share each batch; None if all ranks share it, even lost ones.
+      get_algorithm: Returns the constructor of the all-reduce with a name. Default: knows a ring and a mesh.
     """
 
     group: str
@@ -61,6 +65,7 @@ class ExchangeContext:
     trained: Sequence[tf.Variable] = ()
     carried: DeltaTracker = dataclasses.field(default_factory=lambda: DeltaTracker((), ()))
     roster: Roster | None = None
+    get_algorithm: Callable[[str], Callable[..., AllReduce]] = ALGORITHMS.__getitem__
 
     @property
     def variables(self) -> Sequence[tf.Variable]:
@@ -95,17 +100,16 @@ class ExchangeContext:
                 return self.make_all_reduce(f"{name}/{part_name}", part, codec_of_part, algorithm, recovers=recovers)
 
             return LowRankMean(packing, codec, self.pool, make)
-        dtypes = [dtype.as_numpy_dtype for dtype in packing.dtypes]
-        take_codec = [
-            codec != Identity() and takes_codec(dtype, exact)
+        encodes = codec != Identity()
+        codecs = [
+            codec if encodes and takes_codec(dtype, exact) else Identity(dtype=dtype.as_numpy_dtype)
             for dtype, exact in zip(packing.dtypes, packing.exact, strict=True)
         ]
-        return get_algorithm(algorithm)(
+        return self.get_algorithm(algorithm)(
             self.membership,
             f"{self.group}/{name}",
             sizes=packing.sizes,
-            dtypes=dtypes,
-            codecs=[codec if takes else Identity(dtype=d) for takes, d in zip(take_codec, dtypes, strict=True)],
+            codecs=codecs,
             pool=self.pool,
             recovers=self.membership.continue_without_lost if recovers is None else recovers,
         )

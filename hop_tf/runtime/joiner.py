@@ -7,9 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hop_tf.keras_hook.roster import Roster
-from hop_tf.runtime.admissions import Admissions
-
 
 class State(abc.ABC):
     """The state that a newcomer takes from another rank."""
@@ -69,34 +66,3 @@ class Joiner(abc.ABC):
         Returns:
           The step that this rank is in. It sends the newcomer its messages of later steps.
         """
-
-
-class LockStepJoiner(Joiner):
-    """A joiner for synchronous ranks. A newcomer enters between two steps, when all ranks meet.
-
-    Attributes:
-      admissions: The ranks that take part, and their first steps; None if no rank can join.
-      roster: The ranks that share each batch; None if all ranks share it, even lost ones.
-    """
-
-    admissions: Admissions | None = None
-    roster: Roster | None = None
-
-    @property
-    def lets_join(self) -> bool:
-        return self.admissions is not None
-
-    def meet(self, rank: int, step: int) -> None:
-        pass
-
-    def admit(self, rank: int, step: int) -> int:
-        self.admissions.note(rank)
-        return -1  # Ranks have yet to agree on its first step.
-
-    @abc.abstractmethod
-    def common_state(self) -> list[np.ndarray]:
-        """The exchange's state between two steps, which a newcomer takes over. Called without the monitor."""
-
-    @abc.abstractmethod
-    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """Takes over another rank's `common_state`, as bytes. `begin_at` follows."""

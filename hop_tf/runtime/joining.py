@@ -23,13 +23,14 @@ from typing import TypeVar
 import numpy as np
 from absl import logging
 
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, PeerLostError
-from hop_tf.membership import Membership, membership_pb2, parse
-from hop_tf.runtime.joiner import GraphState, Joiner, LockStepJoiner, State
+from hop_tf.membership import membership_pb2
+from hop_tf.membership.session import Membership, parse
+from hop_tf.runtime.admissions import LockStepJoiner
+from hop_tf.runtime.joiner import GraphState, Joiner, State
 from hop_tf.runtime.replica_state import compare
 from hop_tf.tensors import payloads
-from hop_tf.transport.base import Message
+from hop_tf.transport.base import BULK_LANE, Message
 
 _JOIN = "joining/join"
 _WELCOME = "joining/welcome"

@@ -10,10 +10,12 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.codecs import Identity
-from hop_tf.collectives import AllReduce, TreeCollectives, get_algorithm
+from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.routed import get_algorithm
+from hop_tf.collectives.tree import TreeCollectives
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.keras_hook.updates import as_own_updates
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.all_gather import AllGather
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import ReplicaState, compare, read, sign, spec_of, write
@@ -158,7 +160,6 @@ class RankCollectives:
             self._membership,
             self._next_called(),
             sizes=[num_values],
-            dtypes=[np.float32],
             codecs=[Identity()],
             pool=self._pool,
         )

@@ -17,18 +17,21 @@ import tensorflow as tf
 from absl import logging
 
 from hop_tf.cluster import Cluster
+from hop_tf.collectives.routed import get_algorithm
 from hop_tf.errors import HopError, PeerFailedError, PeerLostError
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.shuffling import draw_seed
-from hop_tf.membership import Membership, Rounds
 from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.membership.rounds import Rounds
+from hop_tf.membership.session import Membership
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Recorder
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.deltas import DeltaTracker
 from hop_tf.runtime.epoch_ends import EpochEnds
-from hop_tf.runtime.exchange import Exchange, ExchangeRunner
+from hop_tf.runtime.exchange import Exchange
+from hop_tf.runtime.exchange_runner import ExchangeRunner
 from hop_tf.runtime.finite import FiniteCheck
 from hop_tf.runtime.first_batches import FirstBatches
 from hop_tf.runtime.group import ExchangeContext, Group
@@ -40,7 +43,9 @@ from hop_tf.runtime.stalls import StallReport
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.tensors.page_lock import PageLock
-from hop_tf.transport import GrpcTransport, TcpTransport, Transport
+from hop_tf.transport.base import Transport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 
 _TRANSPORTS = {"tcp": TcpTransport, "grpc": GrpcTransport}
 
@@ -377,6 +382,7 @@ class RankRuntime:
             trained=trained,
             carried=DeltaTracker(carried, carried_values),
             roster=self._roster,
+            get_algorithm=get_algorithm,
         )
         exchange = self._joining.attach(name, lambda: self._make_exchange(context))
         runner = ExchangeRunner(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import keras
-import tensorflow as tf
 
 from hop_tf.keras_hook.optimizers import innermost, loss_scale
 from hop_tf.keras_hook.shared_paths import has_callback
 from hop_tf.keras_hook.updates import follows_weights
-from hop_tf.runtime.assignments import names_of
-from hop_tf.runtime.scheme import Scheme
+from hop_tf.runtime.algorithm import Scheme
 
 
 def require_lock_step(scheme: Scheme, what: str) -> None:
@@ -55,18 +51,6 @@ def check_optimizer(scheme: Scheme, optimizer, *, refuses_nonfinite: bool) -> No
             "brings from other ranks would be lost. Use another optimizer, or a strategy that averages gradients: "
             "PipeSGDStrategy, or CanaryStrategy(consistency='bsp')."
         )
-
-
-def refuse_assignments(scheme: Scheme, variables: Sequence[tf.Variable]) -> None:
-    """Raises ValueError: a step has assigned these weights after their update."""
-    raise ValueError(
-        "a training step assigns weights after the optimizer has updated them, as by `weight.assign(...)`. Under "
-        f"{type(scheme).__name__} these values would be lost, because updates are made again with values from other "
-        "ranks, or on a server. Give the layer a constraint, as in Dense(8, "
-        "kernel_constraint=keras.constraints.MaxNorm(1.0)). Or use HopStrategy, DTSStrategy, "
-        "CanaryStrategy(consistency='bsp') or PipeSGDStrategy(pipeline_width=1). Received: an assignment to "
-        f"{names_of(variables)}."
-    )
 
 
 def refuse_to_restore(callbacks) -> None:

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.keras_hook.updates import as_own_updates
-from hop_tf.membership import Membership, membership_pb2
+from hop_tf.membership import membership_pb2
+from hop_tf.membership.session import Membership
 from hop_tf.tensors.packing import TensorSpec
 
 _NUM_BATCHES = "the number of batches in an epoch"

@@ -17,7 +17,7 @@ from absl import logging
 
 from hop_tf.codecs import Codec, Identity, LowRank
 from hop_tf.keras_hook.shares import BatchShares
-from hop_tf.membership import Rounds
+from hop_tf.membership.rounds import Rounds
 from hop_tf.tensors.packing import TensorSpec
 
 # Steps before ranks agree for the first time in a `fit`, and the least number of steps for a measurement.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 
-from hop_tf.membership import Membership, Rounds
+from hop_tf.membership.rounds import Rounds
+from hop_tf.membership.session import Membership
 
 _BEGUN = struct.Struct("<q")
 _ROUND = 0  # There is one in a session.

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import tensorflow as tf
-
 from hop_tf.codecs import Codec, Identity, Int8, LowRank
 from hop_tf.runtime.choosing import AUTO, algorithms_to_try
-from hop_tf.tensors.packing import TensorSpec
+from hop_tf.tensors.packing import TensorSpec, takes_codec
 
 # Shorter values are encoded only if a codec is given: every message takes some time, however short it is.
 _LEAST_BYTES = 1 << 14
@@ -30,11 +28,6 @@ class Way:
     def __str__(self) -> str:
         encoded = "lossless" if self.codec == Identity() else self.codec.name
         return f"{encoded} over a {self.algorithm}"
-
-
-def takes_codec(dtype: tf.DType, exact: bool) -> bool:
-    """True if a codec encodes tensors of this kind."""
-    return dtype != tf.float64 and not exact
 
 
 def list_ways(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.keras_hook.trace import StepTrace
-from hop_tf.membership import Rounds
+from hop_tf.membership.rounds import Rounds
 from hop_tf.runtime.shares import WARMUP_STEPS, RowStatistics, agree_on_shares
 
 

@@ -44,6 +44,11 @@ class TensorSpec:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
+def takes_codec(dtype: tf.DType, exact: bool) -> bool:
+    """True if a codec encodes tensors of this kind."""
+    return dtype != tf.float64 and not exact
+
+
 @dataclasses.dataclass(frozen=True)
 class _Slot:
     bucket: int

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hop_tf.errors import ProtocolError
-from hop_tf.records import Recorder
+from hop_tf.records.recorder import Recorder
 
 # The lane of arrays, which would delay the small messages of lane 0.
 BULK_LANE = 1

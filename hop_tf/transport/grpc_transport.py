@@ -19,9 +19,10 @@ from hop_tf.records import Recorder
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport import descriptors
 from hop_tf.transport.certificates import Certificates
+from hop_tf.transport.daemon_executor import DaemonExecutor
 from hop_tf.transport.framing import CHUNK_BYTES
 from hop_tf.transport.grpc_link import GrpcLink
-from hop_tf.transport.grpc_server import DaemonExecutor, StreamHandler
+from hop_tf.transport.grpc_server import StreamHandler
 from hop_tf.transport.handshake import CONTROL_LANE, Handshake
 from hop_tf.transport.incarnation import new_incarnation
 from hop_tf.transport.link import Link

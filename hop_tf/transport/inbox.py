@@ -16,7 +16,7 @@ from hop_tf.transport.framing import Frame, FrameKind
 from hop_tf.transport.peer import Peer
 
 # Messages of one sender and lane that are held for queues without a handler.
-MAX_HELD_MESSAGES = 1024
+_MAX_HELD_MESSAGES = 1024
 
 
 def make_message(peer: Peer, frame: Frame, payload: np.ndarray) -> Message:
@@ -38,8 +38,6 @@ class Dispatcher:
 
     Args:
       on_error: Called with an exception that a handler raised.
-      max_held_messages: Number of messages that an inbox holds for queues without a handler. Beyond that, its sender
-        has to wait.
       recorder: Records the messages that their senders record, or None.
     """
 
@@ -47,14 +45,12 @@ class Dispatcher:
         self,
         *,
         on_error: Callable[[BaseException], None],
-        max_held_messages: int = MAX_HELD_MESSAGES,
         recorder: Recorder | None = None,
     ):
         self.lock = threading.RLock()  # The condition's lock.
         self.condition = threading.Condition(self.lock)
         self.recorder = recorder
         self.closed = False
-        self.max_held_messages = max_held_messages
         self.num_messages = 0
         self.num_bytes = 0
         self._on_error = on_error
@@ -188,7 +184,7 @@ class Inbox:
           ProtocolError: If messages before this message are missing.
         """
         with self._condition:
-            while self._num_held >= self._dispatcher.max_held_messages and not self._ended(epoch):
+            while self._num_held >= _MAX_HELD_MESSAGES and not self._ended(epoch):
                 self._condition.wait()
             if self._ended(epoch):
                 return False

@@ -66,7 +66,6 @@ class Outbox:
     connection's thread would take longer.
 
     Args:
-      max_messages: Limit on the messages kept.
       max_bytes: Limit on the bytes kept. An empty outbox takes a message of any size. Messages that supersede each
         other are not limited, but at most one waits for each queue.
       recorder: Records each message that was sent, or None.
@@ -81,14 +80,12 @@ class Outbox:
     def __init__(
         self,
         *,
-        max_messages: int = MAX_MESSAGES,
         max_bytes: int = MAX_BYTES,
         recorder: Recorder | None = None,
         peer: int = -1,
         lane: int = 0,
     ):
         self.max_bytes_per_second = math.inf
-        self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
         # The connection's thread waits for messages. Senders wait for room, and `wait_empty` for acknowledgements.
@@ -393,7 +390,7 @@ class Outbox:
     def _has_room(self, num_bytes: int) -> bool:
         if self._closed or not self._kept:
             return True
-        return len(self._kept) < self._max_messages and self._kept_bytes + num_bytes <= self._max_bytes
+        return len(self._kept) < MAX_MESSAGES and self._kept_bytes + num_bytes <= self._max_bytes
 
     def _find_waiting(self, queue: bytes) -> Outgoing | None:
         """The last message to `queue` that no connection has taken, or None. If all supersede, there is at most one."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import grpc
 
 from hop_tf.errors import ProtocolError
-from hop_tf.transport.grpc_server import DaemonExecutor
+from hop_tf.transport.daemon_executor import DaemonExecutor
 from hop_tf.transport.proof import NotProvenError, Secret, Session, new_challenge
 from hop_tf.transport.unauthenticated_peers import GuessRateLimiter, UnauthenticatedPeers, source_of
 

@@ -14,8 +14,8 @@ from absl import logging
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.connection import Connection
+from hop_tf.transport.daemon_executor import DaemonExecutor
 from hop_tf.transport.framing import FrameKind, encode, take_buffer
-from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.handshake import CONTROL_LANE, Greeting, Handshake, HelloRefusedError
 from hop_tf.transport.inbox import Dispatcher, Inbox, make_message
 from hop_tf.transport.lending import Lending

@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.strategies.canary.held import Held
 from hop_tf.strategies.canary.layout import Layout, Ledger, Piece
 from hop_tf.strategies.canary.messages import Channel, Header, MessageKind

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec, ErrorFeedback, Identity
-from hop_tf.collectives import Network
+from hop_tf.collectives.networks import Network
 from hop_tf.strategies.canary.layout import Piece
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing

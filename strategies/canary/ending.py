@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.strategies.canary.contributions import Contributions
-from hop_tf.strategies.canary.flow_control import FlowControl
 from hop_tf.strategies.canary.messages import Channel, MessageKind
 from hop_tf.strategies.canary.peers import Peers, is_past
 
@@ -27,7 +26,7 @@ class Ending:
       peers: The state of the other ranks.
       contributions: The contributions in flight.
       channel: Sends messages.
-      flow_control: Waits for the others' last steps.
+      wait_for_others: See `FlowControl.wait_for_others`.
       fill_gaps: `fill_gaps(k)` takes the state of another rank, if this one lacks something.
     """
 
@@ -37,14 +36,14 @@ class Ending:
         peers: Peers,
         contributions: Contributions,
         channel: Channel,
-        flow_control: FlowControl,
+        wait_for_others: Callable[[int], None],
         fill_gaps: Callable[[int], None],
     ):
         self._membership = membership
         self._peers = peers
         self._contributions = contributions
         self._channel = channel
-        self._flow_control = flow_control
+        self._wait_for_others = wait_for_others
         self._fill_gaps = fill_gaps
 
     def agree(self, k: int) -> bytes:
@@ -57,7 +56,7 @@ class Ending:
           HopError: As `Membership.wait` does.
         """
         while True:
-            self._flow_control.wait_for_others(k)
+            self._wait_for_others(k)
             self._fill_gaps(k)
             self._contributions.settle()
             incarnations = self._tell()

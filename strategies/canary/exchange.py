@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf.codecs import Codec, Identity
-from hop_tf.collectives import Network
+from hop_tf.collectives.networks import Network
 from hop_tf.errors import HopError
-from hop_tf.membership import SessionQueue, Silence
+from hop_tf.membership.session_queue import SessionQueue
+from hop_tf.membership.silence import Silence
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
@@ -128,7 +129,12 @@ class CanaryExchange(Exchange, Joiner):
             membership, self._peers, self._contributions, self._threads, self._held, self._silence, window
         )
         self._ending = Ending(
-            membership, self._peers, self._contributions, self._channel, self._flow_control, self._fill_gaps
+            membership,
+            self._peers,
+            self._contributions,
+            self._channel,
+            self._flow_control.wait_for_others,
+            self._fill_gaps,
         )
         # Ranks may join meanwhile, so `Ending` decides which ranks take part.
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh", recovers=False)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from hop_tf.membership import Membership, Silence
+from hop_tf.membership.session import Membership
+from hop_tf.membership.silence import Silence
 from hop_tf.strategies.canary.contributions import Contributions
 from hop_tf.strategies.canary.held import Held
 from hop_tf.strategies.canary.peers import Peers

@@ -27,11 +27,6 @@ def bit_of(rank: int) -> int:
     return 1 << rank
 
 
-def ranks_of(element: int) -> tuple[int, ...]:
-    """The ranks whose bits are set, in order: for 233 they are 0, 3, 5, 6, 7, the paper's workers 1, 4, 6, 7, 8."""
-    return tuple(rank for rank in range(element.bit_length()) if element & bit_of(rank))
-
-
 def calc_staleness(newest: int, iteration: int) -> int:
     """The number of iterations behind the fastest rank: s = zeta - i (lines 4 to 6)."""
     return newest - iteration

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hop_tf.collectives import Network, Route
+from hop_tf.collectives.networks import Network, Route
 from hop_tf.errors import ProtocolError
 
 

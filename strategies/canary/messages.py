@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Interrupted, SessionQueue
-from hop_tf.transport.base import Message
+from hop_tf.membership.session_queue import SessionQueue
+from hop_tf.membership.waiting import Interrupted
+from hop_tf.transport.base import BULK_LANE, Message
 
 # kind, piece, zeta, sequence, number of contributions
 _HEAD = struct.Struct("<IIqqI")

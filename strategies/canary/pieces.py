@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import Membership, Silence
+from hop_tf.membership.session import Membership
+from hop_tf.membership.silence import Silence
 from hop_tf.records import Kind, recorded
 from hop_tf.strategies.canary.layout import Layout, Piece
 from hop_tf.strategies.canary.messages import Channel, Header, MessageKind

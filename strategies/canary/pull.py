@@ -20,7 +20,8 @@ from collections.abc import Collection
 
 import numpy as np
 
-from hop_tf.membership import Membership, Silence
+from hop_tf.membership.session import Membership
+from hop_tf.membership.silence import Silence
 from hop_tf.strategies.canary.messages import Channel, MessageKind
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.replica import Replica

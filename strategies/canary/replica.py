@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from hop_tf.collectives import Network
+from hop_tf.collectives.networks import Network
 from hop_tf.errors import ProtocolError
 from hop_tf.strategies.canary.encoding import PieceEncoding
 from hop_tf.strategies.canary.gei import GEIMatrix

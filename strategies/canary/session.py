@@ -16,14 +16,16 @@ import numpy as np
 
 from hop_tf import codecs
 from hop_tf.arguments import check_integer
-from hop_tf.collectives import BULK_LANE, AllReduce, BCube, get_algorithm, get_network
+from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.networks import BCube, get_network
+from hop_tf.collectives.routed import get_algorithm
 from hop_tf.errors import HopError, MismatchError, PeerLostError, ProtocolError
-from hop_tf.membership import Membership
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
+from hop_tf.membership.session import Membership
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.strategies.canary import gei
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport.base import Message, Transport
+from hop_tf.transport.base import BULK_LANE, Message, Transport
 from hop_tf.transport.session_transport import SessionTransport
 
 _GATHER, _CALL = "canary_session/gather", "canary_session/call"
@@ -329,7 +331,6 @@ class CanarySession:
             self._membership,
             f"session/{algorithm}/{_digest(ranks):08x}/{size}/{name}",
             sizes=[size],
-            dtypes=[dtype],
             codecs=[codec],
             pool=self._pool,
             lane=lane,

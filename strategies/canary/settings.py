@@ -6,7 +6,7 @@ import dataclasses
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss
-from hop_tf.collectives import BCube, Mesh, Network, get_network
+from hop_tf.collectives.networks import BCube, Mesh, Network, get_network
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.choosing import AUTO, algorithms_to_try
 from hop_tf.runtime.ways import Way

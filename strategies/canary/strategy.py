@@ -34,7 +34,7 @@ import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import identity_of
-from hop_tf.collectives import ALGORITHMS
+from hop_tf.collectives.all_reduce import ALGORITHMS
 from hop_tf.options import CommunicationOptions, checked_options
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
-from hop_tf.collectives import Alternatives
+from hop_tf.collectives.alternatives import Alternatives
 from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Setting, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values

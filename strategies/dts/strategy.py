@@ -25,7 +25,7 @@ import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_boolean, check_choice, check_integer, check_on_peer_loss, identity_of
-from hop_tf.collectives import ALGORITHMS
+from hop_tf.collectives.all_reduce import ALGORITHMS
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.autotuning import Autotuner

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from hop_tf.membership import Membership, Silence
+from hop_tf.membership.session import Membership
+from hop_tf.membership.silence import Silence
 from hop_tf.strategies.hop.settings import HopSettings
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, ProtocolError
-from hop_tf.membership import SessionQueue
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
@@ -20,7 +19,7 @@ from hop_tf.strategies.hop.reception import make_reception
 from hop_tf.strategies.hop.settings import HopSettings
 from hop_tf.tensors.fifo import Update
 from hop_tf.topology import Topology
-from hop_tf.transport.base import Message
+from hop_tf.transport.base import BULK_LANE, Message
 
 # Segments of a step: its begin; if stragglers are tolerated, the arrival of its gradient; and the renewal before a
 # jump.

@@ -11,7 +11,7 @@ import abc
 import struct
 from collections.abc import Mapping, Sequence
 
-from hop_tf.membership import SessionQueue
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.strategies.hop.absence import Absence
 from hop_tf.strategies.hop.settings import HopSettings

@@ -35,7 +35,7 @@ import tensorflow as tf
 
 from hop_tf import codecs
 from hop_tf.arguments import check_choice, check_integer, check_on_peer_loss, identity_of
-from hop_tf.collectives import ALGORITHMS
+from hop_tf.collectives.all_reduce import ALGORITHMS
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, loss_scale, use_ema
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime.choices import NO_TIMES, refuse_late_determinism, settings_to_use, tell_choice

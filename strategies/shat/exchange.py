@@ -19,10 +19,9 @@ from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.joiner import Joiner
 from hop_tf.runtime.ways import Way
 from hop_tf.strategies.shat.pushes import NUM_BESIDE
-from hop_tf.strategies.shat.requests import ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.server import PUSH
-from hop_tf.strategies.shat.servers import Answers, Servers
+from hop_tf.strategies.shat.servers import Answers, ServerRequest, Servers
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView, make_shards
 from hop_tf.strategies.shat.state import GroupState

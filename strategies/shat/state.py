@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 
 from hop_tf.arguments import identity_of
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError
 from hop_tf.keras_hook.optimizers import (
     constrain,
@@ -16,18 +15,18 @@ from hop_tf.keras_hook.optimizers import (
     set_num_updates,
     shift_schedule,
 )
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.group import ExchangeContext
-from hop_tf.strategies.shat.requests import Configuration, ServerRequest
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server import wire
 from hop_tf.strategies.shat.server.server import ASSIGN, BEGIN, PULL, RETIRE
 from hop_tf.strategies.shat.server.state import ShardState
-from hop_tf.strategies.shat.servers import Answers, Servers
+from hop_tf.strategies.shat.servers import Answers, Configuration, ServerRequest, Servers
 from hop_tf.strategies.shat.settings import ShatSettings
 from hop_tf.strategies.shat.shards import ShardView
 from hop_tf.strategies.shat.variables import GroupVariables
 from hop_tf.tensors import payloads
+from hop_tf.transport.base import BULK_LANE
 
 
 class GroupState:

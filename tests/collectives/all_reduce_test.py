@@ -16,7 +16,7 @@ from hop_tf import codecs
 from hop_tf.collectives import ALGORITHMS, all_reduce, get_algorithm
 from hop_tf.collectives.vectors import goes_sparse
 from hop_tf.errors import HopError, ProtocolError
-from hop_tf.membership import Interrupted
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.transport.base import Message
 
@@ -102,7 +102,6 @@ class Job:
                 membership,
                 "test",
                 sizes=[self._size, self._size_of_ranks],
-                dtypes=[self._dtype, np.float64],
                 codecs=[self._codec, self._codec_of_ranks],
                 pool=self.cluster.pool,
                 chunk_values=_CHUNK_VALUES,

@@ -6,11 +6,11 @@ from absl.testing import parameterized
 
 from hop_tf.collectives import TreeCollectives
 from hop_tf.errors import DeadlineExceededError, PeerLostError, ProtocolError
-from hop_tf.membership import Membership, tree_neighbors
 from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.membership.session import Membership, tree_neighbors
 from hop_tf.options import CommunicationOptions
 from hop_tf.tools.simulate import VirtualCluster
-from hop_tf.transport import GrpcTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
 from support.transports import TransportTestMixin
 
 

@@ -12,7 +12,7 @@ from absl.testing import parameterized
 from hop_tf import codecs
 from hop_tf.collectives import get_algorithm
 from hop_tf.errors import HopError, ProtocolError
-from hop_tf.membership import Interrupted
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.transport.base import Message
 from support import IS_STRESS
@@ -80,7 +80,6 @@ class Job:
             membership,
             "test",
             sizes=[500, 3],
-            dtypes=[np.float32, np.float64],
             codecs=[self._codec, codecs.Identity(dtype=np.float64)],
             pool=self.cluster.pool,
             chunk_values=64,

@@ -10,7 +10,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf import codecs
-from hop_tf.membership import Interrupted
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec

@@ -9,10 +9,11 @@ from absl.testing import absltest, parameterized
 
 from hop_tf import codecs
 from hop_tf.collectives import get_algorithm
-from hop_tf.membership import Membership, ThreadMonitor
+from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.membership.session import Membership
 from hop_tf.options import CommunicationOptions
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport import TcpTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import TransportTestMixin
 
 _NUM_RANKS = 4
@@ -44,7 +45,6 @@ class OverSocketsTest(TransportTestMixin, parameterized.TestCase):
                 membership,
                 "means",
                 sizes=sizes,
-                dtypes=[np.float32] * len(sizes),
                 codecs=[codecs.Identity()] * len(sizes),
                 pool=BufferPool(),
             )

@@ -12,7 +12,7 @@ import time
 import tensorflow as tf
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
 
 TOKEN = "secret"
 TIMEOUT_SECONDS = 5.0

@@ -7,8 +7,10 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import errors
-from hop_tf.membership import Interrupted, Membership, membership_pb2
+from hop_tf.membership import membership_pb2
 from hop_tf.membership.monitor import Monitor, ThreadMonitor
+from hop_tf.membership.session import Membership
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind
 from hop_tf.runtime.joiner import State

@@ -7,7 +7,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import PeerLostError, ProtocolError
-from hop_tf.membership import Rounds, membership_pb2
+from hop_tf.membership import membership_pb2
+from hop_tf.membership.rounds import Rounds
 from hop_tf.tools.simulate import VirtualCluster
 from support.logs import logging_disabled
 

@@ -3,7 +3,7 @@
 from absl.testing import absltest
 
 from hop_tf.errors import ProtocolError
-from hop_tf.membership import SessionQueue
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.tools.simulate import VirtualCluster
 
 

@@ -5,7 +5,7 @@ from unittest import mock
 import tensorflow as tf
 
 from hop_tf.errors import DeadlineExceededError
-from hop_tf.membership import Silence
+from hop_tf.membership.silence import Silence
 from hop_tf.options import CommunicationOptions
 from hop_tf.tools.simulate.virtual import VirtualCluster
 

@@ -9,7 +9,7 @@ import pytest
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import MismatchError
-from hop_tf.membership import SessionQueue
+from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.runtime.epoch_ends import EPOCH_END, EpochEnds
 from hop_tf.runtime.metrics import EpochMetrics, means_of, numeric, sums_of
 from hop_tf.tools.simulate import VirtualCluster

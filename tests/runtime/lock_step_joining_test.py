@@ -12,7 +12,7 @@ from absl.testing import parameterized
 
 from hop_tf import codecs
 from hop_tf.errors import DeadlineExceededError, MismatchError, PeerLostError
-from hop_tf.membership import LeftBehind
+from hop_tf.membership.waiting import LeftBehind
 from hop_tf.runtime.admissions import Admissions
 from hop_tf.runtime.autotuning import Autotuner, Pace
 from hop_tf.runtime.averaging_exchange import AveragingExchange

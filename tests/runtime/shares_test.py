@@ -6,7 +6,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from hop_tf.keras_hook.shares import AUTO, BatchShares
-from hop_tf.membership import Rounds
+from hop_tf.membership.rounds import Rounds
 from hop_tf.runtime.shares import RowStatistics, agree_on_shares, shares_of
 from hop_tf.tools.simulate import VirtualCluster
 

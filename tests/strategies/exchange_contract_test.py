@@ -30,7 +30,7 @@ from absl.testing import absltest, parameterized
 from hop_tf import codecs
 from hop_tf.collectives import get_network
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
-from hop_tf.membership import Interrupted
+from hop_tf.membership.waiting import Interrupted
 from hop_tf.options import CommunicationOptions
 from hop_tf.runtime import AveragingExchange
 from hop_tf.runtime.autotuning import Autotuner, Pace

@@ -27,7 +27,7 @@ import tensorflow as tf
 from absl.testing import parameterized
 
 import hop_tf
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.tools.processes.local_cluster import PortReservation
 from hop_tf.tools.testing import MultiProcessRunner
 

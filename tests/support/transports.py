@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from hop_tf.tools.processes.local_cluster import PortReservation
-from hop_tf.transport import InProcessNetwork, InProcessTransport, Message, TcpTransport, Transport, control_pb2
+from hop_tf.transport import control_pb2
+from hop_tf.transport.base import Message, Transport
 from hop_tf.transport.framing import PROTOCOL_VERSION, FrameKind, encode
+from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
 from hop_tf.transport.proof import Secret, Session
+from hop_tf.transport.tcp_transport import TcpTransport
 
 # Longer than anything takes that works.
 DEADLINE_SECONDS = 180.0

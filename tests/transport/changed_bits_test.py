@@ -13,12 +13,14 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.errors import HopError, ProtocolError
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport import GrpcTransport, TcpTransport, connection, control_pb2, framing, grpc_link
+from hop_tf.transport import connection, control_pb2, framing, grpc_link
 from hop_tf.transport.checksum import Checksums
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import Assembler, FrameKind, Outgoing
+from hop_tf.transport.grpc_transport import GrpcTransport
 from hop_tf.transport.link import Patience
 from hop_tf.transport.proof import Secret, Session, seal_refusal
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import DEADLINE_SECONDS, Proxy, TransportTestMixin, split_address
 
 _SEED = os.environ.get("HOP_TF_SCHEDULE_SEED", "0")

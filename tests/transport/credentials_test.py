@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 import hop_tf
 from hop_tf.tools.processes.local_cluster import PortReservation
 from hop_tf.tools.testing import MultiProcessRunner
-from hop_tf.transport import GrpcTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
 
 _NUM_STEPS = 8
 _STOP = 3  # The step after which rank 1 stops until the strangers have been there.

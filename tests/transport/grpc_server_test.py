@@ -11,10 +11,12 @@ import numpy as np
 from absl.testing import absltest
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, control_pb2, framing, grpc_server, unauthenticated_peers
+from hop_tf.transport import control_pb2, framing, unauthenticated_peers
 from hop_tf.transport.checksum import NoChecksums
+from hop_tf.transport.daemon_executor import DaemonExecutor
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.grpc_link import METHOD
+from hop_tf.transport.grpc_transport import GrpcTransport
 from support.transports import (
     DEADLINE_SECONDS,
     TransportTestMixin,
@@ -29,7 +31,7 @@ class ExecutorTest(absltest.TestCase):
     def test_what_is_about_to_run_can_be_waited_for(self):
         """Otherwise a transport could not be closed while a peer opens a stream."""
         executor, joined, start = (
-            grpc_server.DaemonExecutor("test"),
+            DaemonExecutor("test"),
             concurrent.futures.Future(),
             threading.Thread.start,
         )

@@ -19,11 +19,12 @@ from absl.testing import absltest, parameterized
 import hop_tf
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, TcpTransport
 from hop_tf.transport.grpc_link import GrpcLink, _Connection
+from hop_tf.transport.grpc_transport import GrpcTransport
 from hop_tf.transport.handshake import CONTROL_LANE
 from hop_tf.transport.outbox import Outbox
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import (
     DEADLINE_SECONDS,
     Collector,
@@ -358,7 +359,8 @@ _PRELUDE = """
 import sys, time
 import numpy as np
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 """
 
 

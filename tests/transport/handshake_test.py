@@ -15,9 +15,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from hop_tf.errors import MismatchError
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, TcpTransport, handshake
+from hop_tf.transport import handshake
 from hop_tf.transport.certificates import names_host
 from hop_tf.transport.framing import PROTOCOL_VERSION
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import DEADLINE_SECONDS, TransportTestMixin, wait_until
 
 

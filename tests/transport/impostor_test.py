@@ -7,10 +7,11 @@ import numpy as np
 from absl.testing import absltest
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import TcpTransport, control_pb2, framing
+from hop_tf.transport import control_pb2, framing
 from hop_tf.transport.connection import Connection
 from hop_tf.transport.framing import FrameKind
 from hop_tf.transport.proof import parse
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import (
     DEADLINE_SECONDS,
     Proxy,

@@ -11,7 +11,10 @@ from absl.testing import absltest
 
 from hop_tf.records import Kind, make_recorder
 from hop_tf.records.log import read_job
-from hop_tf.transport import GrpcTransport, InProcessTransport, TcpTransport, grpc_server
+from hop_tf.transport import grpc_server
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.in_process import InProcessTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import TransportTestMixin, wait_until
 
 

@@ -14,8 +14,9 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.errors import ProtocolError
 from hop_tf.tools.testing import MultiProcessRunner
-from hop_tf.transport import TcpTransport, control_pb2
+from hop_tf.transport import control_pb2
 from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PeerMemory, SharedMemory
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import Collector, Proxy, TransportTestMixin, wait_until
 
 _SIZE = 1 << 16

@@ -16,7 +16,7 @@ from absl.testing import absltest, parameterized
 from hop_tf.errors import ProtocolError
 from hop_tf.ops import frames
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport import TcpTransport, framing, swapping, tcp_transport
+from hop_tf.transport import framing, swapping, tcp_transport
 from hop_tf.transport.base import BULK_LANE, Expected, ToSend
 from hop_tf.transport.checksum import Checksums, NoChecksums
 from hop_tf.transport.connection import Connection
@@ -27,6 +27,7 @@ from hop_tf.transport.peer import Peer
 from hop_tf.transport.shared_memory import PeerMemory
 from hop_tf.transport.swapping import Letter
 from hop_tf.transport.tcp_server import Lane
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import Collector, TransportTestMixin, wait_until
 
 _KEY = bytes(range(32))

@@ -11,11 +11,13 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.errors import HopError
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, TcpTransport, control_pb2, framing, tcp_link, unauthenticated_peers
+from hop_tf.transport import control_pb2, framing, tcp_link, unauthenticated_peers
 from hop_tf.transport.checksum import Checksums
 from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
 from hop_tf.transport.framing import FrameKind
+from hop_tf.transport.grpc_transport import GrpcTransport
 from hop_tf.transport.tcp_link import TcpLink
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import (
     DEADLINE_SECONDS,
     Proxy,

@@ -7,8 +7,10 @@ from absl.testing import absltest
 
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport import GrpcTransport, InProcessNetwork, InProcessTransport, TcpTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
 from hop_tf.transport.outbox import MAX_MESSAGES
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, wait_until
 
 

@@ -4,7 +4,8 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 from hop_tf.errors import PeerLostError
-from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import TransportTestMixin, wait_until
 
 

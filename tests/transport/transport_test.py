@@ -8,8 +8,10 @@ from absl.testing import absltest
 
 from hop_tf.errors import HopError
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport import GrpcTransport, InProcessTransport, TcpTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.in_process import InProcessTransport
 from hop_tf.transport.outbox import MAX_MESSAGES
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import DEADLINE_SECONDS, Collector, TransportTestMixin, wait_until
 
 

@@ -10,11 +10,12 @@ import unittest.mock
 import grpc
 from absl.testing import absltest
 
-from hop_tf.transport import TcpTransport, framing, proof, unauthenticated_peers
+from hop_tf.transport import framing, proof, unauthenticated_peers
 from hop_tf.transport.connection import Connection
+from hop_tf.transport.daemon_executor import DaemonExecutor
 from hop_tf.transport.framing import FrameKind
-from hop_tf.transport.grpc_server import DaemonExecutor
 from hop_tf.transport.reports import REPORT_METHOD, ReportReader
+from hop_tf.transport.tcp_transport import TcpTransport
 from hop_tf.transport.unauthenticated_peers import (
     MAX_UNAUTHENTICATED,
     GuessRateLimiter,

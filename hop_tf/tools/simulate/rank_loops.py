@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hop_tf import codecs
+from hop_tf.collectives.routed import get_algorithm
 from hop_tf.records import Kind
 from hop_tf.runtime.averaging_exchange import AveragingExchange
 from hop_tf.runtime.exchange import Exchange, Request, Result
@@ -78,7 +79,9 @@ class Training(abc.ABC):
         self.exchange: Exchange | None = None
         self.packing = packing
         self._own, self._is_over = own, is_over
-        self.context = ExchangeContext(GROUP, SESSION, packing, self.membership, cluster.pool, SimulatedFifo)
+        self.context = ExchangeContext(
+            GROUP, SESSION, packing, self.membership, cluster.pool, SimulatedFifo, get_algorithm=get_algorithm
+        )
 
     @abc.abstractmethod
     def make_exchange(self) -> Exchange:

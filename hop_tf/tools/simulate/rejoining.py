@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hop_tf.errors import PeerLostError
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.runtime.joining import Joining
 from hop_tf.tools.simulate.scheduler import Scheduler
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from hop_tf.arguments import check_seconds
-from hop_tf.membership import Membership
 from hop_tf.membership.monitor import Monitor
+from hop_tf.membership.session import Membership
 from hop_tf.options import CommunicationOptions
 from hop_tf.records import Kind, Recorder
 from hop_tf.tensors.buffers import BufferPool

@@ -15,7 +15,7 @@ from hop_tf.arguments import check_integer
 from hop_tf.errors import DeadlineExceededError
 from hop_tf.keras_hook.adapted import become_rank
 from hop_tf.strategy import ExchangeStrategy
-from hop_tf.transport import InProcessNetwork, InProcessTransport
+from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
 
 # The time that a parameter server may take to serve, and to end after the last rank.
 _SERVER_SECONDS = 30.0

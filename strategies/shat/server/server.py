@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from absl import logging
 
-from hop_tf.collectives import BULK_LANE
 from hop_tf.errors import HopError, MismatchError, ProtocolError
-from hop_tf.membership import LEAVE_QUEUE, membership_pb2, parse
+from hop_tf.membership import membership_pb2
+from hop_tf.membership.session import LEAVE_QUEUE, parse
 from hop_tf.strategies.shat.server import parameter_server_pb2 as pb
 from hop_tf.strategies.shat.server.configured import ConfiguredGroup
 from hop_tf.strategies.shat.server.group import Answer, ForgottenError
@@ -20,7 +20,7 @@ from hop_tf.strategies.shat.server.snapshots import Snapshots
 from hop_tf.strategies.shat.server.state import ShardState
 from hop_tf.tensors import payloads
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport.base import Handler, Message, Transport
+from hop_tf.transport.base import BULK_LANE, Handler, Message, Transport
 
 # Prefix of the queues at a server, and with the group's name behind it, of those at a worker.
 PREFIX = "parameter_server"

@@ -20,7 +20,7 @@ from hop_tf.runtime.report import static_identity
 from hop_tf.strategies.shat.server.server import ParameterServer
 from hop_tf.strategies.shat.server.snapshots import SnapshotOptions, Snapshots
 from hop_tf.tensors.buffers import BufferPool
-from hop_tf.transport import Transport
+from hop_tf.transport.base import Transport
 from hop_tf.transport.deadlines import problem_of
 
 STRATEGY = "SHATParameterServerStrategy"

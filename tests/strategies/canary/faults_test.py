@@ -22,7 +22,7 @@ from hop_tf.runtime.joiner import State
 from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import sign
 from hop_tf.strategies.canary.exchange import AsyncSettings, CanaryExchange
-from hop_tf.strategies.canary.gei import Thresholds, ranks_of
+from hop_tf.strategies.canary.gei import Thresholds, bit_of
 from hop_tf.strategies.canary.layout import Layout
 from hop_tf.tensors.packing import Packing, TensorSpec
 from hop_tf.tools.simulate import Fault
@@ -202,7 +202,8 @@ class _Rank(State):
         assert len(matrix) <= self._job.num_steps + 1
         for iteration, row in matrix.items():
             for colayer, element in enumerate(row):
-                assert all(self._job.made[rank, iteration, colayer] for rank in ranks_of(element))
+                ranks = [rank for rank in range(element.bit_length()) if element & bit_of(rank)]
+                assert all(self._job.made[rank, iteration, colayer] for rank in ranks)
 
     def _take_step(self, step):
         exchange, before = self.exchange, self._weights

@@ -4,7 +4,7 @@ from unittest import mock
 
 import tensorflow as tf
 
-from hop_tf.membership import Membership
+from hop_tf.membership.session import Membership
 from hop_tf.strategies.canary.peers import Peers
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 
-from hop_tf.membership import Membership, Silence
+from hop_tf.membership.session import Membership
+from hop_tf.membership.silence import Silence
 from hop_tf.strategies.canary.messages import Channel
 from hop_tf.strategies.canary.peers import Peers
 from hop_tf.strategies.canary.pull import Pulling

@@ -13,7 +13,9 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
-from hop_tf.transport import GrpcTransport, InProcessTransport, TcpTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.in_process import InProcessTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import TransportTestMixin, wait_until
 
 _SHORT = hop_tf.CommunicationOptions(progress_timeout_seconds=0.3)

@@ -27,8 +27,8 @@ from hop_tf.strategies.shat.server.server import PUSH, REPLY, ParameterServer
 from hop_tf.strategies.shat.state import announce_offers
 from hop_tf.tensors import payloads
 from hop_tf.tools.simulate import VirtualCluster
-from hop_tf.transport import InProcessTransport
 from hop_tf.transport.base import Message
+from hop_tf.transport.in_process import InProcessTransport
 from shat_threads import GROUP, NUM_VALUES, RATE, SETTINGS, ShatThreads, ShatWorker
 
 

@@ -15,7 +15,7 @@ from absl.testing import absltest, parameterized
 
 from hop_tf.tools.commands.launch_progress import Progress, WaitWatch
 from hop_tf.tools.processes.local_cluster import Task, make_tf_configs
-from hop_tf.transport import TcpTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import TransportTestMixin, wait_until
 
 _BAR = "━━━━━━━━━━━━━━━━━━━━"

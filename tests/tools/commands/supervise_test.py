@@ -20,7 +20,8 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf.options import CommunicationOptions
 from hop_tf.tools.commands import supervise as supervisor
-from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import TransportTestMixin, wait_until
 
 

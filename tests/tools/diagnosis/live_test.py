@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 from hop_tf.options import CommunicationOptions
 from hop_tf.tools.commands import diagnose as command
 from hop_tf.tools.diagnosis import diagnose_reports
-from hop_tf.transport import TcpTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import TransportTestMixin
 
 _SECONDS = 20.0

@@ -21,11 +21,15 @@ import hop_tf
 from hop_tf.errors import PeerLostError
 from hop_tf.options import CommunicationOptions
 from hop_tf.tools.testing import network
-from hop_tf.transport import GrpcTransport, InProcessTransport, PeerStatus, TcpTransport, lanes
+from hop_tf.transport import lanes
+from hop_tf.transport.base import PeerStatus
 from hop_tf.transport.connection import SO_MAX_PACING_RATE, Connection
 from hop_tf.transport.deadlines import problem_of
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.in_process import InProcessTransport
 from hop_tf.transport.lanes import LinkShares, num_lanes
 from hop_tf.transport.peer import Peer
+from hop_tf.transport.tcp_transport import TcpTransport
 from support.transports import DEADLINE_SECONDS, TransportTestMixin, split_address, wait_until
 
 _REASON = network.available()
@@ -304,7 +308,8 @@ import json, sys, threading
 import numpy as np
 from hop_tf.options import CommunicationOptions
 from support.transports import wait_until
-from hop_tf.transport import GrpcTransport, TcpTransport
+from hop_tf.transport.grpc_transport import GrpcTransport
+from hop_tf.transport.tcp_transport import TcpTransport
 
 case = json.loads(sys.argv[1])
 rank, sizes = case["rank"], case["sizes"]
