@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import math
 import numbers
@@ -20,7 +21,7 @@ from hop_tf.cluster import Cluster
 from hop_tf.collectives.all_reduce import AllReduce
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.adapted import watch_tables
-from hop_tf.keras_hook.devices import make_extended
+from hop_tf.keras_hook.devices import find_devices, make_extended
 from hop_tf.keras_hook.optimizers import iterations_variable
 from hop_tf.keras_hook.ownership import states_of
 from hop_tf.keras_hook.roster import Roster
@@ -117,40 +118,46 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         patience_seconds = _checked_patience(patience_seconds, self._options.timeout_seconds, continue_without_lost)
         if cluster.world_size > 1 and cluster.make_transport is None:
             check_own_name(cluster.all_addresses, cluster.number, self._options.timeout_seconds)
-        self.training = FitLoop(
-            self,
-            rank=cluster.rank,
-            world_size=cluster.world_size,
-            skips_steps=skips_steps,
-            joins_at_once=joins_at_once,
-            write_report=lambda: self._writer.write(),
-            shares=shares,
-            roster=roster,
-            may_fall_behind=patience_seconds is not None,
-            plugins=requested_plugins(cluster.rank, cluster.world_size),
-        )
-        super().__init__(make_extended(self, self.training, devices))
-        self.training.replicas.num_devices = len(self.extended.worker_devices)
-        self._recorder = None
-        if cluster.world_size > 1 or servers:
-            self._recorder = make_recorder(
-                rank_folder(self._options, self.rank),
-                rank=self.rank,
-                number=cluster.number,
-                num_ranks=cluster.world_size,
-                num_servers=len(servers),
-                strategy=type(self).__name__,
-                settings={**identity, "batch_shares": describe_batch_shares(batch_shares)},
+        devices = find_devices(devices)
+        has_others = cluster.world_size > 1 or servers
+        with contextlib.ExitStack() as on_error:  # Closes what is open if something raises.
+            self._recorder = None
+            if has_others:
+                self._recorder = make_recorder(
+                    rank_folder(self._options, self.rank),
+                    rank=self.rank,
+                    number=cluster.number,
+                    num_ranks=cluster.world_size,
+                    num_servers=len(servers),
+                    strategy=type(self).__name__,
+                    settings={**identity, "batch_shares": describe_batch_shares(batch_shares)},
+                )
+            on_error.callback(self._close_records)
+            self.training = FitLoop(
+                self,
+                rank=cluster.rank,
+                world_size=cluster.world_size,
+                skips_steps=skips_steps,
+                joins_at_once=joins_at_once,
+                write_report=lambda: self._writer.write(),
+                shares=shares,
+                roster=roster,
+                may_fall_behind=patience_seconds is not None,
+                plugins=requested_plugins(cluster.rank, cluster.world_size),
+                num_devices=len(devices),
+                recorder=self._recorder,
+                profiler=StepProfiler.from_environment(self._options, self.rank),
             )
-        self.training.statistics.recorder = self.training.records.recorder = self._recorder
-        self.training.records.profiler = StepProfiler.from_environment(self._options, self.rank)
-        self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
-        if not servers:  # Servers do not know these settings, and compare the identity too.
-            identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": describe_batch_shares(batch_shares)}
-            if continue_without_lost:
-                identity["patience_seconds"] = str(patience_seconds)
-        if cluster.world_size > 1 or servers:
-            try:
+            on_error.callback(self.training.close)
+            super().__init__(make_extended(self, self.training, devices))
+            self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
+            on_error.callback(self._writer.close)
+            if not servers:  # Servers do not know these settings, and compare the identity too.
+                shares_text = describe_batch_shares(batch_shares)
+                identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": shares_text}
+                if continue_without_lost:
+                    identity["patience_seconds"] = str(patience_seconds)
+            if has_others:
                 self.training.runtime = RankRuntime(
                     cluster=cluster,
                     options=self._options,
@@ -167,10 +174,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
                     recorder=self._recorder,
                     on_state_taken=self.training.states.begin_here,
                 )
-            except BaseException:
-                self._writer.close()
-                self._close_records()
-                raise
+            on_error.pop_all()
+        if has_others:
             register_cluster(self)
             report = weakref.WeakMethod(self.report)
             self._runtime.serve_reports(lambda: _call_weakly(report) or {})

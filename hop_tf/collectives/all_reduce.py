@@ -46,6 +46,7 @@ import numpy as np
 
 from hop_tf.codecs import Codec, Sparse
 from hop_tf.collectives.ended_steps import EndedSteps
+from hop_tf.collectives.mean import Mean
 from hop_tf.collectives.operation import Mailbox, Operation, Participants, RanksChanged
 from hop_tf.collectives.vectors import Arrays, SparseVector, Vectors, Where, make_vector
 from hop_tf.errors import ProtocolError
@@ -64,8 +65,8 @@ _WHOLE = (1 << 32) - 1
 _TOO_LONG = np.empty(0, np.uint8)
 
 
-class AllReduce(abc.ABC):
-    """Means of the same vectors, step by step.
+class AllReduce(Mean):
+    """Means by messages between the ranks.
 
     Attributes:
       passes_sums: True if ranks pass on sums of several ranks' values, and not only their own values and means.
@@ -106,46 +107,26 @@ class AllReduce(abc.ABC):
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
         self._ended_steps = EndedSteps(membership, name, pool) if recovers else None
         self._vectors = [
-            make_vector(size, codec, chunk_values, pool, self.passes_sums)
+            make_vector(size, codec, chunk_values, pool, self.passes_sums, membership.recorder)
             for size, codec in zip(sizes, codecs, strict=True)
         ]
         self._participants: Participants | None = None  # Of the last attempt.
         self._joints: dict[tuple[int, ...], Vectors] = {}  # By the indices of the vectors that travel together.
-        for vector in self._vectors:
-            vector.recorder = membership.recorder
 
     def reset(self, session: int) -> None:
-        """Prepares for step 0 of `session`. Residuals of codecs are kept."""
         with self._membership.monitor:
             self._mailbox.clear(session)
             if self._ended_steps is not None:
                 self._ended_steps.reset()
 
     def begin_at(self, step: int) -> None:
-        """Makes this restarted process take part from `step` on. With the monitor held."""
         self._mailbox.begin_at(step)
 
-    def common_state(self) -> Sequence[np.ndarray]:
-        """The state between two steps that is equal on all ranks, and that a newcomer takes over: none."""
-        return ()
-
-    def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """Takes over another rank's `common_state`, as bytes."""
-
     def take_residuals(self) -> list[np.ndarray]:
-        """Removes and returns the residuals that error feedback would add to this rank's vectors of the next step.
-
-        For schemes that keep residuals in another form. All means so far times the number of ranks, plus the residuals
-        of all ranks, are the sum of all vectors so far.
-
-        Returns:
-          A residual for each vector, in float32: zeros if its codec has no error feedback.
-        """
         return [vector.take_residual() for vector in self._vectors]
 
     @property
     def codec_seconds(self) -> float:
-        """Time spent on encoding, decoding and adding."""
         return sum(each.seconds for each in (*self._vectors, *self._joints.values()))
 
     def mean(
@@ -159,31 +140,6 @@ class AllReduce(abc.ABC):
         training_step: int | None = None,
         codec_step: int | None = None,
     ) -> list[np.ndarray]:
-        """Averages vectors over all ranks that take part in `step`.
-
-        Args:
-          step: Number of the step: 0, 1, 2, ... in each session, equal on all ranks.
-          vectors: 1-D arrays, of the sizes given. They are read after this call returns. Do not modify them.
-          delivers: `delivers(rank, step)` is True if `rank` takes part; see `Membership.delivers`.
-          before_commit: Called before this rank sends anything with which others can complete a mean of this step. May
-            block, and raise `Interrupted`. Then no rank has a mean with this rank's part. In a mesh of two, it is
-            called before this rank has its mean, and the other may have had its own before.
-          is_committed: True if others may have data that belong together with this step's mean. Then `Interrupted` is
-            not raised, and `before_commit` is not called. Default False.
-          training_step: The step's number in errors. Default None: `step`.
-          codec_step: The step's number for codecs whose settings change with time. Default None: `step`.
-
-        Returns:
-          The means, in the order of `vectors`, equal to the bit on all ranks. Sums are kept in float32 at least.
-
-        Blocks: until all ranks that take part have sent their vectors. Does not block if all vectors are empty.
-
-        Raises:
-          HopError: As `Membership.wait` does.
-          Interrupted: If this rank leaves the session before any rank, or in a mesh of two this rank, can have a mean
-            of this step.
-          ProtocolError: If the data of another rank cannot be decoded.
-        """
         training_step = step if training_step is None else training_step
         codec_step = step if codec_step is None else codec_step
         for attempt in itertools.count():
@@ -307,12 +263,10 @@ class AllReduce(abc.ABC):
         """Sends and receives chunks until `results` hold the means."""
 
     def settle(self, deadline: float) -> None:
-        """Waits until no rank can need this rank's means of its last step; see `EndedSteps.settle`."""
         if self._ended_steps is not None:
             self._ended_steps.settle(deadline)
 
     def close(self) -> None:
-        """Stops taking messages."""
         self._mailbox.close()
         if self._ended_steps is not None:
             self._ended_steps.close()

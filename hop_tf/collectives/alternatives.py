@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.mean import Mean
 from hop_tf.tensors import payloads
 
 
-class Alternatives:
-    """Several all-reduces, used as one `AllReduce`. A member's residuals of error feedback go to the next member.
+class Alternatives(Mean):
+    """Several means of which each step uses one. A member's residuals of error feedback go to the next member.
 
     Each member counts its own steps, and may keep the last means that it has made. If all ranks choose the same member
     in each step, their counts are equal.
 
     Args:
-      members: The all-reduces, over the same vectors. Each has a name of its own.
+      members: The means, of the same vectors. Each has a name of its own.
     """
 
-    def __init__(self, members: Sequence[AllReduce]):
+    def __init__(self, members: Sequence[Mean]):
         self._members = members
         self._steps = [0] * len(members)
         self._chosen = 0
@@ -35,7 +35,7 @@ class Alternatives:
             self._chosen = index
 
     def mean(self, step: int, vectors: Sequence[np.ndarray], *arguments, **keywords) -> list[np.ndarray]:
-        """See `AllReduce.mean`. A member counts its own steps, but errors and codecs use `step`."""
+        """See `Mean.mean`. A member counts its own steps, but errors and codecs use `step`."""
         keywords = {"training_step": step, "codec_step": step, **keywords}
         if self._lost:
             vectors = list(map(_with, vectors, self._lost))
@@ -45,24 +45,22 @@ class Alternatives:
         return means
 
     def reset(self, session: int) -> None:
-        """See `AllReduce.reset`."""
         self._steps = [0] * len(self._members)
         for member in self._members:
             member.reset(session)
 
     def begin_at(self, step: int) -> None:
-        """See `AllReduce.begin_at`. Follows `take_common_state`, which sets each member's step."""
+        """See `Mean.begin_at`. Follows `take_common_state`, which sets each member's step."""
         del step
         for member, own_step in zip(self._members, self._steps, strict=True):
             member.begin_at(own_step)
 
     def common_state(self) -> Sequence[np.ndarray]:
-        """See `AllReduce.common_state`. Includes each member's step."""
+        """See `Mean.common_state`. Includes each member's step."""
         states = (payloads.joined(member.common_state()) for member in self._members)
         return [np.array(self._steps, np.int64), *states]
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """See `AllReduce.take_common_state`."""
         steps, *of_members = parts
         self._steps = steps.copy().view(np.int64).tolist()
         for member, part in zip(self._members, of_members, strict=True):
@@ -70,16 +68,13 @@ class Alternatives:
 
     @property
     def codec_seconds(self) -> float:
-        """See `AllReduce.codec_seconds`."""
         return sum(member.codec_seconds for member in self._members)
 
     def settle(self, deadline: float) -> None:
-        """See `AllReduce.settle`."""
         for member in self._members:
             member.settle(deadline)
 
     def close(self) -> None:
-        """See `AllReduce.close`."""
         for member in self._members:
             member.close()
 

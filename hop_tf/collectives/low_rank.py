@@ -27,14 +27,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hop_tf.codecs import Codec, LowRank
-from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.mean import Mean
 from hop_tf.tensors import payloads
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
 
 
-class LowRankMean:
-    """Averages tensors, large kernels as factors. Used as an `AllReduce`.
+class LowRankMean(Mean):
+    """Averages tensors, large kernels as factors.
 
     Args:
       packing: The buckets.
@@ -48,7 +48,7 @@ class LowRankMean:
         packing: Packing,
         codec: LowRank,
         pool: BufferPool,
-        make_all_reduce: Callable[[str, Packing, Codec], AllReduce],
+        make_all_reduce: Callable[[str, Packing, Codec], Mean],
     ):
         self._packing = packing
         self._pool = pool
@@ -75,11 +75,9 @@ class LowRankMean:
 
     @property
     def codec_seconds(self) -> float:
-        """Time spent on encoding, decoding and adding."""
         return sum(reduction.codec_seconds for reduction in self._reductions)
 
     def take_residuals(self) -> list[np.ndarray]:
-        """See `AllReduce.take_residuals`."""
         rest = self._reductions[0]
         residuals = [np.zeros(size, np.float32) for size in self._packing.sizes]
         self._scatter(rest.take_residuals(), residuals)
@@ -96,7 +94,7 @@ class LowRankMean:
         before_commit: Callable[[], None] = lambda: None,
         **arguments: int,
     ) -> list[np.ndarray]:
-        """Averages over all ranks; arguments and errors as of `AllReduce.mean`.
+        """Averages over all ranks; arguments and errors as of `Mean.mean`.
 
         In a world of two, the other rank may leave in the middle of this step. Then some buckets may be the mean of
         both ranks, and others this rank's own.
@@ -108,7 +106,7 @@ class LowRankMean:
             before_commit()
             is_committed = True
 
-        def mean(reduction: AllReduce, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
+        def mean(reduction: Mean, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
             return reduction.mean(step, vectors, delivers, commit, is_committed=is_committed, **arguments)
 
         rest, p, q = self._reductions
@@ -136,27 +134,23 @@ class LowRankMean:
         return result
 
     def begin_at(self, step: int) -> None:
-        """See `AllReduce.begin_at`."""
         for reduction in self._reductions:
             reduction.begin_at(step)
 
     def common_state(self) -> Sequence[np.ndarray]:
-        """See `AllReduce.common_state`. The state is the factors Q from which the next step begins."""
+        """See `Mean.common_state`. The state is the factors Q from which the next step begins."""
         return self._basis
 
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """See `AllReduce.take_common_state`."""
         self._basis = [
             payloads.view(part.copy(), np.float32, basis.shape) for part, basis in zip(parts, self._basis, strict=True)
         ]
 
     def settle(self, deadline: float) -> None:
-        """See `AllReduce.settle`."""
         for reduction in self._reductions:
             reduction.settle(deadline)
 
     def close(self) -> None:
-        """Stops taking messages."""
         for reduction in self._reductions:
             reduction.close()
 

@@ -32,16 +32,23 @@ def _timed(method: Callable) -> Callable:
 
 
 class Vector:
-    """One of the vectors: cuts, encodes and sums it.
+    """One of the vectors: cuts, encodes and sums it. For the arguments, see `make_vector`.
 
     Attributes:
       seconds: Time spent on this vector by itself. See `Vectors` for the rest.
       recorder: Records encoding, or None.
     """
 
-    recorder: Recorder | None = None
-
-    def __init__(self, size: int, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool):
+    def __init__(
+        self,
+        size: int,
+        codec: Codec,
+        chunk_values: int,
+        pool: BufferPool,
+        passes_sums: bool,
+        recorder: Recorder | None,
+    ):
+        self.recorder = recorder
         self._size = size
         self._codec = codec
         self._codec_of_parts = codec.for_sums if passes_sums else codec
@@ -211,8 +218,8 @@ class SparseVector(Vector):
     no effect. In steps whose mean is not finite, all ranks keep their previous residuals.
     """
 
-    def __init__(self, size: int, codec: Sparse, chunk_values: int, pool: BufferPool, passes_sums: bool):
-        super().__init__(size, codec.dense, chunk_values, pool, passes_sums)
+    def __init__(self, size: int, codec: Sparse, *arguments):
+        super().__init__(size, codec.dense, *arguments)
         self._sparse_codec = codec
         self._lost: np.ndarray | None = None
         self._lost_in_attempt: np.ndarray | None = None
@@ -298,7 +305,9 @@ def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
     return num_ranks * codec.bytes_per_value <= 2 * codec.dense.bytes_per_value
 
 
-def make_vector(size: int, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool) -> Vector:
+def make_vector(
+    size: int, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool, recorder: Recorder | None
+) -> Vector:
     """Makes the `Vector` or `SparseVector` for a codec. For the arguments, see `AllReduce`."""
     member = SparseVector if isinstance(codec, Sparse) else Vector
-    return member(size, codec, chunk_values, pool, passes_sums)
+    return member(size, codec, chunk_values, pool, passes_sums, recorder)

@@ -364,19 +364,21 @@ def _scaled(gradient, share):
     return tf.math.scalar_mul(tf.cast(share, dtype), gradient)
 
 
-def make_extended(strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str] | None) -> Extended:
-    """Makes the `Extended` of a strategy for the devices of its process.
+def find_devices(devices: Sequence[str] | None) -> list[str]:
+    """The names of the devices of a process.
 
     Args:
-      strategy: The strategy.
-      hooks: The hooks to call.
-      devices: The names of the devices. Default: all GPUs that this process sees. Without a GPU, the default is one
-        CPU, or as many logical CPUs as `DEVICES_VARIABLE` says.
+      devices: Given names. Default: all GPUs that this process sees. Without a GPU, the default is one CPU, or as many
+        logical CPUs as `DEVICES_VARIABLE` says.
 
     Raises:
       ValueError: If a device does not exist or is given twice, or if devices are of several kinds.
     """
-    devices = _default_devices() if devices is None else _checked_devices(devices)
+    return _default_devices() if devices is None else _checked_devices(devices)
+
+
+def make_extended(strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str]) -> Extended:
+    """Makes the `Extended` of a strategy, which calls `hooks`, for the devices of its process."""
     return OneDevice(strategy, hooks, devices[0]) if len(devices) == 1 else SeveralDevices(strategy, hooks, devices)
 
 

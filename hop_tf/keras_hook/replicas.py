@@ -19,22 +19,20 @@ class Replicas:
     Args:
       rank: This rank.
       world_size: Number of ranks.
-
-    Attributes:
-      num_devices: Number of devices of this rank. The strategy sets it.
+      num_devices: Number of devices of this rank.
     """
 
-    def __init__(self, rank: int, world_size: int):
+    def __init__(self, rank: int, world_size: int, num_devices: int):
         self._rank = rank
         self._world_size = world_size
+        self._num_devices = num_devices
         self._known: list[int] | None = None
         self._has_assumed = False
-        self.num_devices = 1
 
     @property
     def claims(self) -> list[str]:
         """The claim that tells the other ranks this rank's number of devices; empty for one device."""
-        return [] if self.num_devices == 1 else [f"{self.num_devices} devices of rank {self._rank}"]
+        return [] if self._num_devices == 1 else [f"{self._num_devices} devices of rank {self._rank}"]
 
     def learn(self, claims: Iterable[str]) -> None:
         """Takes the numbers of devices of all ranks from their claims."""
@@ -47,7 +45,7 @@ class Replicas:
                 "rank %d: ranks have %s devices. Before the first `fit`, or the first update of a custom loop, replica "
                 "ids assume that all ranks have %d devices. Ids that the program read before may belong to other "
                 "ranks, too. Use `strategy.rank` there.",
-                *(self._rank, self._known, self.num_devices),
+                *(self._rank, self._known, self._num_devices),
             )
 
     @property
@@ -66,4 +64,4 @@ class Replicas:
 
     def _of_ranks(self) -> Sequence[int]:
         self._has_assumed = self._has_assumed or self._known is None
-        return self._known or [self.num_devices] * self._world_size
+        return self._known or [self._num_devices] * self._world_size

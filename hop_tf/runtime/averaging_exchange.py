@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hop_tf.codecs import Codec, Identity
-from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.mean import Mean
 from hop_tf.runtime.admissions import Admissions, LockStepJoiner
 from hop_tf.runtime.exchange import Exchange, Request, Result
 from hop_tf.runtime.group import ExchangeContext
@@ -25,7 +25,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
 
     Args:
       context: Membership, packing and buffers of the group.
-      reductions: The all-reduces to use. Default: one, of `context.packing`.
+      reductions: The means to use. Default: one, of `context.packing`.
       codec: The codec of the default all-reduce. Default: no encoding.
       algorithm: The algorithm of the default all-reduce; see `hop_tf.collectives.get_algorithm`. Default "mesh".
       admissions: Admits ranks that were started again. Default: they do not take part.
@@ -36,7 +36,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
     def __init__(
         self,
         context: ExchangeContext,
-        reductions: Sequence[AllReduce] | None = None,
+        reductions: Sequence[Mean] | None = None,
         *,
         codec: Codec | None = None,
         algorithm: str = "mesh",
@@ -86,7 +86,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
           reduction: Index of the reduction.
           decides_of: `Request.step` of the values, if votes or the like travel with them; see `decide`. Default: there
             is nothing to decide.
-          **arguments: Further arguments of `AllReduce.mean`.
+          **arguments: Further arguments of `Mean.mean`.
 
         Returns:
           An array for each bucket, which the caller may write to.

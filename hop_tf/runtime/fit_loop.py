@@ -30,6 +30,7 @@ from hop_tf.keras_hook.trace import StepTrace, is_built
 from hop_tf.keras_hook.tuners import Trial, ending_search
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.membership.waiting import LeftBehind
+from hop_tf.records import Recorder
 from hop_tf.runtime.agreed_states import AgreedStates
 from hop_tf.runtime.algorithm import Algorithm, Scheme
 from hop_tf.runtime.assignments import Assignments, refusal_in, refuse_assignments
@@ -39,6 +40,7 @@ from hop_tf.runtime.group import Group, tensors_of
 from hop_tf.runtime.missed_steps import MissedSteps
 from hop_tf.runtime.passed_steps import PassedSteps
 from hop_tf.runtime.plugins import Plugin
+from hop_tf.runtime.profiling import StepProfiler
 from hop_tf.runtime.rank_runtime import RankRuntime
 from hop_tf.runtime.refusals import (
     check_optimizer,
@@ -73,6 +75,9 @@ class FitLoop(TrainingHooks):
       roster: The ranks that share each batch, if others take over the rows of a lost rank. Default: all ranks share it.
       may_fall_behind: True if the others may continue without this rank, and let it join them again. Default False.
       plugins: Tools that take part. Default: none.
+      num_devices: Number of devices of this rank. Default 1.
+      recorder: Records steps. Default: nothing does.
+      profiler: Profiles some steps. Default: nothing does.
 
     Attributes:
       runtime: This rank among the others; None for a single rank without servers, whose steps stay as they are.
@@ -97,6 +102,9 @@ class FitLoop(TrainingHooks):
         roster: Roster | None = None,
         may_fall_behind: bool = False,
         plugins: Sequence[Plugin] = (),
+        num_devices: int = 1,
+        recorder: Recorder | None = None,
+        profiler: StepProfiler | None = None,
     ):
         self._scheme = scheme
         self._plugins = plugins
@@ -106,7 +114,7 @@ class FitLoop(TrainingHooks):
         self._joins_at_once = joins_at_once
         self.runtime: RankRuntime | None = None
         self.shares = shares if world_size > 1 else None
-        self._replicas = Replicas(rank, world_size)
+        self._replicas = Replicas(rank, world_size, num_devices)
         self.roster = roster if world_size > 1 else None
         self.data = DataSharding(
             rank,
@@ -119,8 +127,8 @@ class FitLoop(TrainingHooks):
         )
         self.states = AgreedStates(rank)
         self._settled_at = -1  # The number of steps when sums were last settled in a custom loop.
-        self.statistics = StepStatistics()
-        self.records = StepRecords()
+        self.statistics = StepStatistics(recorder)
+        self.records = StepRecords(recorder, profiler)
         # For each optimizer, by the identities of the variables that it updates together.
         self._algorithms: weakref.WeakKeyDictionary[object, dict[tuple[int, ...], Algorithm]] = (
             weakref.WeakKeyDictionary()

@@ -13,6 +13,7 @@ from hop_tf.codecs import Codec, Identity, LowRank
 from hop_tf.collectives.all_reduce import ALGORITHMS, AllReduce
 from hop_tf.collectives.alternatives import Alternatives
 from hop_tf.collectives.low_rank import LowRankMean
+from hop_tf.collectives.mean import Mean
 from hop_tf.keras_hook.optimizers import constrain
 from hop_tf.keras_hook.roster import Roster
 from hop_tf.membership.session import Membership
@@ -76,7 +77,7 @@ class ExchangeContext:
         """The values of `variables` when the group's first step is about to change them."""
         return [*(variable.read_value() for variable in self.trained), *self.carried.known()]
 
-    def make_mean(self, name: str, packing: Packing, ways: Sequence[Way]) -> AllReduce | LowRankMean | Alternatives:
+    def make_mean(self, name: str, packing: Packing, ways: Sequence[Way]) -> Mean:
         """Makes an all-reduce for one way, or an `Alternatives` for several. For the name, see `make_all_reduce`."""
         if len(ways) == 1:
             return self.make_all_reduce(name, packing, ways[0].codec, ways[0].algorithm)
@@ -84,7 +85,7 @@ class ExchangeContext:
 
     def make_all_reduce(
         self, name: str, packing: Packing, codec: Codec | LowRank, algorithm: str, *, recovers: bool | None = None
-    ) -> AllReduce | LowRankMean:
+    ) -> Mean:
         """Makes an all-reduce of buckets. Exact buckets, and buckets of float64, do not pass through `codec`.
 
         Args:
@@ -96,7 +97,7 @@ class ExchangeContext:
         """
         if isinstance(codec, LowRank):
 
-            def make(part_name: str, part: Packing, codec_of_part: Codec) -> AllReduce:
+            def make(part_name: str, part: Packing, codec_of_part: Codec) -> Mean:
                 return self.make_all_reduce(f"{name}/{part_name}", part, codec_of_part, algorithm, recovers=recovers)
 
             return LowRankMean(packing, codec, self.pool, make)

@@ -58,12 +58,12 @@ class StepStatistics:
 
     Only graphs take times, and not under op determinism, which forbids reading the clock.
 
-    Attributes:
-      recorder: Gets the times of each step, or None.
+    Args:
+      recorder: Gets the times of each step. Default: nothing does.
     """
 
-    def __init__(self):
-        self.recorder: Recorder | None = None
+    def __init__(self, recorder: Recorder | None = None):
+        self._recorder = recorder
         self._lock = threading.Lock()
         self._state: _StepState | None = None
         self._num_recorded = 0
@@ -85,7 +85,7 @@ class StepStatistics:
           gradients: The gradients to wait for.
           step: int64 scalar: the step of the session.
         """
-        if self.recorder is not None and _takes_times():
+        if self._recorder is not None and _takes_times():
             with tf.device("/cpu:0"), tf.control_dependencies(gradients):
                 self._get_state().record_gradients(step)
 
@@ -118,14 +118,14 @@ class StepStatistics:
         with self._lock:
             if self._state is None:
                 with tf.init_scope(), tf.device("/cpu:0"):
-                    self._state = _StepState(_NUM_KEPT if self.recorder is None else _NUM_KEPT_FOR_RECORDER)
-                if self.recorder is not None:
-                    self.recorder.add_source(self._events)
+                    self._state = _StepState(_NUM_KEPT if self._recorder is None else _NUM_KEPT_FOR_RECORDER)
+                if self._recorder is not None:
+                    self._recorder.add_source(self._events)
             return self._state
 
     def _events(self, is_final: bool) -> np.ndarray:
         """The events of the steps that have ended since the last call: see `Recorder.add_source`."""
-        recorder, state = self.recorder, self._state
+        recorder, state = self._recorder, self._state
         with on_host():
             first, times = state.times(self._num_recorded, is_final)
         recorder.drop(first - self._num_recorded)  # A slow disk has delayed the recorder.

@@ -9,10 +9,7 @@ from hop_tf.keras_hook.replicas import Replicas
 
 
 def _of_ranks(numbers):
-    of_ranks = [Replicas(rank, len(numbers)) for rank in range(len(numbers))]
-    for replicas, number in zip(of_ranks, numbers, strict=True):
-        replicas.num_devices = number
-    return of_ranks
+    return [Replicas(rank, len(numbers), number) for rank, number in enumerate(numbers)]
 
 
 def _meet(of_ranks):

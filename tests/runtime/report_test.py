@@ -116,7 +116,7 @@ class StepStatisticsTest(tf.test.TestCase):
         self.assertEqual([len(taken(is_final)) for is_final in (True, False)], [0, 0])
         run(104, 1)
         self.assertEqual({int(each["step"]) for each in taken(is_final=True)}, {104})
-        statistics.recorder.drop.assert_called_with(0)
+        statistics._recorder.drop.assert_called_with(0)
 
     def test_tells_the_recorder_the_latest_steps_where_it_asks_late(self):
         statistics, taken = self.make_recorded()
@@ -131,14 +131,14 @@ class StepStatisticsTest(tf.test.TestCase):
         steps = [int(each["step"]) for each in taken(is_final=True)]
         self.assertEqual(steps, list(range(20_000 - len(steps), 20_000)))
         self.assertGreaterEqual(len(steps), 8000)
-        statistics.recorder.drop.assert_called_once_with(20_000 - len(steps))
+        statistics._recorder.drop.assert_called_once_with(20_000 - len(steps))
 
     def make_recorded(self):
         """Returns statistics, and a function that returns the events for their recorder."""
         sources = []
-        statistics = StepStatistics()
-        statistics.recorder = mock.Mock(add_source=sources.append, records=lambda step: True)
-        statistics.recorder.make_events = functools.partial(Recorder.make_events, mock.Mock(session=1))
+        recorder = mock.Mock(add_source=sources.append, records=lambda step: True)
+        recorder.make_events = functools.partial(Recorder.make_events, mock.Mock(session=1))
+        statistics = StepStatistics(recorder)
         return statistics, lambda is_final: sources[0](is_final)
 
     def make_steps(self, statistics):
@@ -157,7 +157,7 @@ class StepStatisticsTest(tf.test.TestCase):
 
         run.get_concrete_function(*[tf.TensorSpec([], tf.int64)] * 2)
         state, num_starts = statistics._state, 0
-        noted = [state.ready_at, state._of_step[1]] if statistics.recorder is not None else [state.ready_at]
+        noted = [state.ready_at, state._of_step[1]] if statistics._recorder is not None else [state.ready_at]
 
         def feed(count):
             """Feeds each gradient and result when the graph has noted the previous one."""
