@@ -3,7 +3,7 @@
     python benchmarks/benchmark_transport.py --sizes=4096,1048576,104857600 --rounds=5
     python benchmarks/benchmark_transport.py --members=tcp,tcp_unchecked  # what checksums cost
     python benchmarks/benchmark_transport.py --links=1e8:0.277,1e8:0.277:0.05,1e8:1 --sizes=2000000 \
-        --bytes_per_round=60000000 --members=tcp,ordered
+        --bytes_per_round=100000000 --members=spread,ordered
 
 Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root). A link is then given
 as bits per second, round trip in seconds and optionally jitter in seconds, which lets packets overtake each other.
@@ -14,9 +14,10 @@ round trip. The members take turns within every round, so that a busy machine sl
 One more round comes first, to warm up.
 
     memory         payloads of ranks of one machine go through shared memory
-    tcp            payloads go through sockets, on long links over as many lanes as the transport chooses
-    ordered        the same on one lane
-    tcp_unchecked  the same as tcp without checksums
+    tcp            payloads go through sockets
+    tcp_unchecked  the same without checksums
+    ordered        chunks as of an all-reduce, which travel in order on one lane
+    spread         the same over as many lanes as the transport chooses
     grpc           the transport without a bulk connection
     socket         a plain TCP connection
 """
@@ -70,15 +71,15 @@ class TransportMember(Member):
 
     def __init__(self, name: str, rank: int, addresses: Sequence[str], rate: float | None):
         super().__init__()
-        options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS, bandwidth_bits_per_second=rate)
-        about = {"identity": {}, "options": options}
+        link = {"bandwidth_bits_per_second": rate} if rate else {}
+        about = {"identity": {}, "options": CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS, **link)}
         if name == "grpc":
             self._transport = GrpcTransport(rank, addresses, **about)
         else:
             self._transport = TcpTransport(rank, addresses, shares_memory=name == "memory", **about)
         if name == "tcp_unchecked":
             self._transport._handshake._encrypted = True  # As where the connection has checksums of its own.
-        self._lane = BULK_LANE if name == "ordered" else None
+        self._lane = {"ordered": BULK_LANE, "spread": None}.get(name, 0)
         self._peer = 1 - rank
         self._transport.register("benchmark", lambda message: self._arrived.release())
         self._transport.start()
