@@ -3,7 +3,7 @@
     python benchmarks/benchmark_transport.py --sizes=4096,1048576,104857600 --rounds=5
     python benchmarks/benchmark_transport.py --members=tcp,tcp_unchecked  # what checksums cost
     python benchmarks/benchmark_transport.py --links=1e8:0.277,1e8:0.277:0.05,1e8:1 --sizes=2000000 \
-        --bytes_per_round=100000000 --members=spread,ordered
+        --bytes_per_round=300000000 --members=spread,ordered
 
 Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root). A link is then given
 as bits per second, round trip in seconds and optionally jitter in seconds, which lets packets overtake each other.
@@ -49,7 +49,7 @@ _BYTES_PER_ROUND = flags.DEFINE_integer("bytes_per_round", 400 << 20, "About how
 
 _TIMEOUT_SECONDS = 120.0
 _MAX_MESSAGES = 2000
-_NUM_ROUND_TRIPS = 200
+_NUM_ROUND_TRIPS = 50
 _LENGTH = struct.Struct("<Q")
 
 
