@@ -1,25 +1,24 @@
 """Measures the time of all-reduce, compared with PyTorch's gloo and TensorFlow's RING.
 
     python benchmarks/benchmark_allreduce.py --world_sizes=2,4 --megabytes=1,25,100 --links=loopback,1e9
+    python benchmarks/benchmark_allreduce.py --world_sizes=4 --megabytes=40 --links=5e8 --interfaces=2 \
+        --members='mesh/identity,"bcube:2,2/identity"'  # a BCube over two interfaces
 
 Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root). A link is given as
 bits per second each way. Each process holds all members, which take turns within every round. So a busy machine slows
-all of them. A round's time is that of the slowest rank, from a common start. The table shows medians, the number of
-rounds, and gloo's time in the same rounds over that of the member: above 1 is faster than gloo.
+all of them. A round's time is that of the slowest rank, from a common start. Shown are medians, and gloo's time in the
+same rounds over that of the member: above 1 is faster than gloo.
 
     mesh, ring    hop_tf's, with the codec behind the slash
     gloo          torch.distributed.all_reduce (if PyTorch is installed: the package `torch`)
     RING          tf.distribute.MultiWorkerMirroredStrategy, CommunicationImplementation.RING
 
-`limit` is the least time in which a rank can send and receive 2 (n - 1) / n times its bytes at the link's rate.
+The line before has the bytes that a rank sends, and the least time that the link needs for them.
 """
 
 from __future__ import annotations
 
-import abc
 import itertools
-import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,6 +41,7 @@ _MEMBERS = flags.DEFINE_list(
     ],
     "What to measure.",
 )
+_INTERFACES = flags.DEFINE_integer("interfaces", 1, "Interfaces of a rank, of which a BCube uses all.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Rounds, after one to warm up.", lower_bound=1)
 _MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Begin no further round of a case so long after the first.")
 
@@ -50,15 +50,12 @@ _TIMEOUT_SECONDS = 600
 _CHECKED_VALUES = 10000
 
 
-class Member(abc.ABC):
-    """One rank of a way to all-reduce."""
+class Member:
+    """One rank of a way to all-reduce: `mean` returns the mean over ranks in a form for `np.asarray`."""
 
     def prepare(self, values: np.ndarray) -> None:
         """Takes the values in the form of a training step. Not timed."""
-
-    @abc.abstractmethod
-    def mean(self, values: np.ndarray) -> Any:
-        """Returns the mean over ranks of `values`, which were prepared last, in a form for `np.asarray`."""
+        self._values = values
 
     def close(self) -> None:
         """Releases the member's resources."""
@@ -67,9 +64,9 @@ class Member(abc.ABC):
 class Ours(Member):
     """`hop_tf.collectives`, over the transport that strategies use."""
 
-    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
+    def __init__(self, name: str, rank: int, addresses: list[str], size: int, interfaces: list[str] | None = None):
         from hop_tf import codecs
-        from hop_tf.collectives import ALGORITHMS
+        from hop_tf.collectives import get_algorithm
         from hop_tf.membership.monitor import ThreadMonitor
         from hop_tf.membership.session import Membership
         from hop_tf.options import CommunicationOptions
@@ -77,7 +74,9 @@ class Ours(Member):
         from hop_tf.transport.tcp_transport import TcpTransport
 
         algorithm, codec = name.split("/")
-        options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
+        options = CommunicationOptions(
+            timeout_seconds=_TIMEOUT_SECONDS, interfaces=interfaces if algorithm.startswith("bcube") else None
+        )
         pool = BufferPool()
         self._transport = TcpTransport(rank, addresses, identity={}, options=options, pool=pool)
         self._membership = Membership(
@@ -87,7 +86,7 @@ class Ours(Member):
             world_size=len(addresses),
             peers=range(len(addresses)),
         )
-        self._reduction = ALGORITHMS[algorithm](
+        self._reduction = get_algorithm(algorithm)(
             self._membership, "benchmark", sizes=[size], codecs=[codecs.get(codec)], pool=pool
         )
         self._reduction.reset(1)
@@ -95,8 +94,8 @@ class Ours(Member):
         self._membership.begin_session()
         self._step = 0
 
-    def mean(self, values: np.ndarray) -> np.ndarray:
-        (mean,) = self._reduction.mean(self._step, [values], lambda rank, step: True)
+    def mean(self) -> np.ndarray:
+        (mean,) = self._reduction.mean(self._step, [self._values], lambda rank, step: True)
         self._step += 1
         return mean
 
@@ -109,10 +108,10 @@ class Ours(Member):
 class Gloo(Member):
     """torch.distributed."""
 
-    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
+    def __init__(self, name: str, rank: int, addresses: list[str], size: int, interfaces: list[str] | None = None):
         self._torch = peers.join_gloo(rank, addresses)
 
-    def mean(self, values: np.ndarray) -> Any:
+    def mean(self) -> Any:
         # In place, as users call it. The copy is made in `prepare`, which is not timed.
         self._torch.distributed.all_reduce(self._tensor)
         return self._tensor.div_(self._torch.distributed.get_world_size())
@@ -128,7 +127,7 @@ class Gloo(Member):
 class Ring(Member):
     """tf.distribute's collective all-reduce between workers."""
 
-    def __init__(self, name: str, rank: int, addresses: list[str], size: int):
+    def __init__(self, name: str, rank: int, addresses: list[str], size: int, interfaces: list[str] | None = None):
         import tensorflow as tf
 
         self._strategy = peers.mirrored_strategy(rank, addresses)
@@ -148,14 +147,11 @@ class Ring(Member):
 
         self._tensor = tf.convert_to_tensor(values)
 
-    def mean(self, values: np.ndarray) -> Any:
+    def mean(self) -> Any:
         return self._run(self._tensor)
 
 
-def _make(name: str, *arguments) -> Member:
-    if name == "gloo":
-        return Gloo(name, *arguments)
-    return (Ring if name == "RING" else Ours)(name, *arguments)
+_CLASSES = {"gloo": Gloo, "RING": Ring}
 
 
 # In each rank.
@@ -165,11 +161,11 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     """Returns the seconds of each round for each member, at this rank."""
     size = case["bytes"] // 4
     values = _values(rank, size)
-    addresses = case["addresses"]
+    addresses, interfaces = case["addresses"], case["interfaces"] and case["interfaces"][rank]
     members, world_size = {}, len(addresses[0])
     # RING must be made before TensorFlow has done anything.
     for index, name in sorted(enumerate(case["members"]), key=lambda item: item[1] != "RING"):
-        members[name] = _make(name, rank, addresses[index], size)
+        members[name] = _CLASSES.get(name, Ours)(name, rank, addresses[index], size, interfaces)
     barrier = Ours("mesh/identity", rank, addresses[-1], 1)
     for name, member in members.items():  # Warms up, and checks that the results are right.
         _, mean = _timed_mean(member, barrier, values)
@@ -180,8 +176,8 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
     for _ in range(case["rounds"]):
         for name, member in members.items():
             seconds[name].append(_timed_mean(member, barrier, values)[0])
-        elapsed = barrier.mean(np.float32([time.monotonic() - start]))
-        if elapsed[0] > case["max_seconds"]:
+        barrier.prepare(np.float32([time.monotonic() - start]))
+        if barrier.mean()[0] > case["max_seconds"]:
             break
     for member in [*members.values(), barrier]:
         member.close()
@@ -191,9 +187,10 @@ def _measure(case: Mapping, rank: int) -> dict[str, list[float]]:
 def _timed_mean(member: Member, barrier: Member, values: np.ndarray) -> tuple[float, Any]:
     """Returns the seconds that a member takes from a common start, and its result."""
     member.prepare(values)
-    barrier.mean(np.float32([0.0]))
+    barrier.prepare(np.float32([0.0]))
+    barrier.mean()
     begin = time.monotonic()
-    mean = member.mean(values)
+    mean = member.mean()
     return time.monotonic() - begin, mean
 
 
@@ -205,57 +202,31 @@ def _values(rank: int, size: int) -> np.ndarray:
 def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
     """Raises RuntimeError if some values, from all parts of the vector, are not the mean."""
     part = slice(0, size, -(-size // _CHECKED_VALUES))
-    expected = np.mean([_kept(name, rank, size, part) for rank in range(world_size)], axis=0)
+    expected = np.mean([_values(rank, size)[part] for rank in range(world_size)], axis=0)
     error = np.sqrt(np.mean((mean[part] - expected) ** 2) / np.mean(expected**2))
     if error > 0.1:
         raise RuntimeError(f"{name} is wrong: relative error {error:.3f}.")
 
 
-def _kept(name: str, rank: int, size: int, part: slice) -> np.ndarray:
-    """Returns the part of a rank's values with zeros for values that the member's codec does not select."""
-    from hop_tf import codecs
-
-    codec = codecs.get(name.partition("/")[2] or None)
-    values = _values(rank, size)
-    if not isinstance(codec, codecs.Sparse):
-        return values[part]
-    kept = np.zeros_like(values)
-    indices = codec.select(values)
-    kept[indices] = values[indices]
-    return kept[part]
-
-
 # In the parent.
 
 
-def _slowest(of_ranks: Sequence[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    """Returns the seconds of each member's rounds. A round's time is that of its slowest rank."""
-    return {name: list(map(max, zip(*(of_rank[name] for of_rank in of_ranks), strict=True))) for name in of_ranks[0]}
-
-
-def _traffic(world_size: int, num_bytes: int) -> float:
-    """Returns the bytes that a rank sends, and receives, in float32."""
-    return 2 * (world_size - 1) / world_size * num_bytes
-
-
-def _timeout_seconds(link: str, world_size: int, num_bytes: int, num_members: int) -> float:
-    """Returns the limit for a case: the start, rounds until the time is up, the warm-up, and one more round.
-
-    Each member may take four times the least time of float32. Loopback, with busy cores, counts as 1 Gbit/s.
-    """
-    at_best = _traffic(world_size, num_bytes) * 8 / (1e9 if link == ranks.LOOPBACK else float(link))
-    return 300 + _MAX_SECONDS.value + 2 * num_members * 4 * at_best
-
-
-def _print(link: str, world_size: int, num_bytes: int, num_rounds: int, medians: Mapping[str, float]) -> None:
-    traffic = _traffic(world_size, num_bytes)
-    limit = "" if link == ranks.LOOPBACK else f", limit of float32 {traffic * 8 / float(link):.3f} s"
-    print(f"\n{link}, {world_size} ranks, {num_bytes / _MIB:g} MiB, rounds: {num_rounds}{limit}")
-    print(f"  {'':16s} {'seconds':>9s} {'GB/s':>7s} {'gloo / it':>10s}")
-    for name, seconds in medians.items():
-        ratio = f"{medians['gloo'] / seconds:10.2f}" if "gloo" in medians else ""
-        print(f"  {name:16s} {seconds:9.4f} {traffic / seconds / 1e9:7.2f} {ratio}")
-    sys.stdout.flush()
+def _measure_case(link: str, world_size: int, megabytes: str, members: Sequence[str]) -> None:
+    num_bytes = int(float(megabytes) * _MIB)
+    # What a rank sends, and receives, in float32. Loopback, with busy cores, counts as 1 Gbit/s.
+    traffic = 2 * (world_size - 1) / world_size * num_bytes
+    at_best = traffic * 8 / (1e9 if link == ranks.LOOPBACK else float(link))
+    # The start, rounds until the time is up, the warm-up, and one more round: of each member four times the least time.
+    timeout = 300 + _MAX_SECONDS.value + 2 * len(members) * 4 * at_best
+    case = {"bytes": num_bytes, "members": members, "rounds": _ROUNDS.value, "max_seconds": _MAX_SECONDS.value}
+    about = {"num_interfaces": _INTERFACES.value, "num_ports": len(members) + 1, "timeout_seconds": timeout}
+    of_ranks = ranks.run(__file__, case, world_size, link, **about)
+    # A round's time is that of its slowest rank.
+    seconds = {name: np.max([of_rank[name] for of_rank in of_ranks], axis=0) for name in members}
+    print(f"{traffic / 1e6:.4g} MB of float32 from each rank" + f": {at_best:.3f} s" * (link != ranks.LOOPBACK))
+    for name, of_rounds in seconds.items():
+        over = {"gloo / it": np.array(seconds["gloo"]) / of_rounds} if "gloo" in seconds else {}
+        results.show(f"{link} {world_size} {megabytes} {name}", {"seconds": of_rounds, **over})
 
 
 def main(argv) -> None:
@@ -266,20 +237,7 @@ def main(argv) -> None:
         members.remove("gloo")
     sizes = map(int, _WORLD_SIZES.value)
     for link, world_size, megabytes in itertools.product(_LINKS.value, sizes, _MEGABYTES.value):
-        num_bytes = int(float(megabytes) * _MIB)
-        case = {
-            "bytes": num_bytes,
-            "members": members,
-            "rounds": _ROUNDS.value,
-            "max_seconds": _MAX_SECONDS.value,
-        }
-        timeout = _timeout_seconds(link, world_size, num_bytes, len(members))
-        of_ranks = ranks.run(__file__, case, world_size, link, num_ports=len(members) + 1, timeout_seconds=timeout)
-        seconds = _slowest(of_ranks)
-        for name, of_rounds in seconds.items():
-            results.note("seconds", f"{link} {world_size} {megabytes} {name}", of_rounds)
-        medians = {name: statistics.median(of_rounds) for name, of_rounds in seconds.items()}
-        _print(link, world_size, num_bytes, len(seconds[members[0]]), medians)
+        _measure_case(link, world_size, megabytes, members)
 
 
 if __name__ == "__main__":

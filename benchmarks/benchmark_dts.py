@@ -17,8 +17,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-import keras
-import models
 import ranks
 import results
 import turns
@@ -29,11 +27,10 @@ from hop_tf.tools.emulation import ComputeEmulation
 
 _LINKS = flags.DEFINE_list("links", ["100e6"], "Rates of the links, in bits per second.")
 _ROUND_TRIPS = flags.DEFINE_list("round_trips", ["0.277"], "Round-trip times, in seconds.")
-_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Emulated computation of a step.", lower_bound=0.001)
 _NUM_VALUES = flags.DEFINE_integer("num_values", 2_500_000, "Parameters of the model.", lower_bound=1000)
 _NUM_CYCLES = flags.DEFINE_integer("num_cycles", 3, "Timed cycles.", lower_bound=1)
 
-_WORLD_SIZE = 4
+_WORLD_SIZE, _STEP_SECONDS = 4, 0.3
 _DELAY, _INTERVAL = 20, 12
 _SKIPPED_CYCLES = 2
 # For each member, its call, and the number of steps of a cycle.
@@ -48,22 +45,16 @@ _ALONE = {"call": "PipeSGDStrategy(pipeline_width=1, codec=None)", "num_steps": 
 
 
 def _measure(turn: Mapping, strategy: hop_tf.ExchangeStrategy) -> dict[str, float]:
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), models.Vector(turn["num_values"])])
-        model.compile(keras.optimizers.SGD(0.0, momentum=0.9), "mse")
-    steps = turns.fit(strategy, model, turn["num_steps"], warmup=turn["warmup"])
-    return {
-        "step": float(steps.seconds.mean()),
-        "bytes": steps.per_step("bytes_sent") if strategy.world_size > 1 else 0.0,
-        "flush": steps.flush_seconds,
-    }
+    steps = turns.fit_vector(turn, strategy)
+    num_bytes = steps.per_step("bytes_sent") if strategy.world_size > 1 else 0.0
+    return {"step seconds": steps.seconds.mean(), "MB a step": num_bytes / 1e6, "flush seconds": steps.flush_seconds}
 
 
 def _run(members: list[Mapping], world_size: int, link: str, **about) -> list[dict[str, float]]:
     """Returns the largest values of all ranks, for each member."""
-    turns_ = [{"num_values": _NUM_VALUES.value, **member} for member in members]
-    compute = ComputeEmulation(step_seconds=_STEP_SECONDS.value)
-    measured = turns.run(__file__, turns_, world_size, link, compute=compute, timeout_seconds=4 * 3600, **about)
+    turns_ = [{"num_values": _NUM_VALUES.value, "momentum": 0.9, **member} for member in members]
+    compute = ComputeEmulation(step_seconds=_STEP_SECONDS)
+    measured = turns.run(__file__, turns_, world_size, link, compute=compute, **about)
     return [{name: max(each[name] for each in of_ranks) for name in of_ranks[0]} for of_ranks in measured]
 
 
@@ -76,15 +67,10 @@ def _compare(link: str, round_trip: float) -> None:
     (before,) = _run([_ALONE], 1, ranks.LOOPBACK)
     measured = _run(members, _WORLD_SIZE, link, options=options, round_trip_seconds=round_trip)
     (after,) = _run([_ALONE], 1, ranks.LOOPBACK)
-    alone = min(before["step"], after["step"])
-    print(f"\n{link} bit/s, round trips of {round_trip * 1e3:.0f} ms; a step alone takes {alone * 1e3:.1f} ms")
-    print(f"  {'':18} {'step ms':>9} {'efficiency':>11} {'MB a step':>10} {'flush s':>8}")
+    alone = min(before["step seconds"], after["step seconds"])
     for label, found in zip(_MEMBERS, measured, strict=True):
-        efficiency = alone / found["step"]
-        shown = f"{found['step'] * 1e3:9.1f} {efficiency:11.3f} {found['bytes'] / 1e6:10.3f} {found['flush']:8.2f}"
-        print(f"  {label:18} {shown}", flush=True)
-        results.note("scaling: step seconds", f"{label}, {link}, {round_trip:g}", found["step"])
-        results.note("scaling: efficiency", f"{label}, {link}, {round_trip:g}", efficiency)
+        ratios = {"seconds alone": alone, "efficiency": alone / found["step seconds"]}
+        results.show(f"{label}, {link}, {round_trip:g}", {**found, **ratios})
 
 
 def main(argv) -> None:

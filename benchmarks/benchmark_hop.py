@@ -6,7 +6,7 @@ random     Every rank is 6 times slower with probability 1/n in each step (Figur
            staleness 5, both, and both with jumps; also in the paper's serial order.
 straggler  One rank is always 4 times slower (Figures 18 and 19): one backup worker, and jumps of up to 2 and 10.
 
-Shown are iterations per second over those of the standard form: means over ranks, for each seed of the slowdowns.
+Shown are iterations per second over those of the standard form: means over ranks, for the seeds of the slowdowns.
 """
 
 from __future__ import annotations
@@ -21,43 +21,40 @@ import hop_tf
 from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs.")
-_NUM_WORKERS = flags.DEFINE_integer("num_workers", 16, "Ranks.", lower_bound=4)
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank.", lower_bound=1)
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Seeds of the slowdowns.", lower_bound=1)
 
-_HOMOGENEOUS, _STANDARD = "homogeneous", "standard"
-_SKIP = hop_tf.SkipIterations
+_NUM_WORKERS = 16
+_STANDARD = "standard"
+_BACKUP, _STALENESS = {"num_backup_workers": 1}, {"max_staleness": 5}
 _MECHANISMS = {
     _STANDARD: {},
-    "backup 1": {"num_backup_workers": 1},
-    "staleness 5": {"max_staleness": 5},
-    "hybrid": {"num_backup_workers": 1, "max_staleness": 5},
-    "hybrid, skip": {"num_backup_workers": 1, "max_staleness": 5, "skip": _SKIP()},
+    "backup 1": _BACKUP,
+    "staleness 5": _STALENESS,
+    "hybrid": _BACKUP | _STALENESS,
+    "hybrid, skip": _BACKUP | _STALENESS | {"skip": hop_tf.SkipIterations()},
 }
 _FOR_A_STRAGGLER = {
     _STANDARD: {},
-    "backup 1": {"num_backup_workers": 1},
-    "backup 1, skip 2": {"num_backup_workers": 1, "skip": _SKIP(max_jump=2)},
-    "backup 1, skip 10": {"num_backup_workers": 1, "skip": _SKIP(max_jump=10)},
+    "backup 1": _BACKUP,
+    **{f"backup 1, skip {most}": _BACKUP | {"skip": hop_tf.SkipIterations(max_jump=most)} for most in (2, 10)},
 }
 
 
 def _speeds(topology: str, slowdowns: Sequence[Slowdown], **settings) -> np.ndarray:
     """Returns the iterations per second of each seed, mean over ranks, for steps of a second."""
-    about = {"topology": topology, "world_size": _NUM_WORKERS.value, "num_steps": _NUM_STEPS.value, **settings}
+    about = {"topology": topology, "world_size": _NUM_WORKERS, "num_steps": _NUM_STEPS.value, **settings}
     computes = [ComputeEmulation(step_seconds=1.0, slowdowns=slowdowns, seed=seed) for seed in range(_NUM_SEEDS.value)]
     return np.array([hop_tf.simulate.hop(compute=each, **about).iterations_per_second.mean() for each in computes])
 
 
 def _measure(name: str, topology: str, order: str, slowdown: Slowdown, mechanisms: Mapping[str, Mapping]) -> None:
     """Prints and keeps the speeds of all mechanisms."""
-    speeds = {_HOMOGENEOUS: _speeds(topology, (), update_order=order)}
+    speeds = {"homogeneous": _speeds(topology, (), update_order=order)}
     for label, settings in mechanisms.items():
         speeds[label] = _speeds(topology, (slowdown,), update_order=order, **settings)
     for label, of_seeds in speeds.items():
-        ratios, case = of_seeds / speeds[_STANDARD], f"{topology}, {name}, {order}, {label}"
-        results.note("speedup", case, ratios)
-        print(f"{case:52} {np.mean(ratios):6.2f}   of seeds:", *np.round(ratios, 2), flush=True)
+        results.show(f"{topology}, {name}, {order}, {label}", {"speedup": of_seeds / speeds[_STANDARD]})
 
 
 def main(argv: Sequence[str]) -> None:
@@ -66,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
     for topology in _TOPOLOGIES.value:
         for order in ("parallel", "serial"):
             _measure("random", topology, order, Slowdown(None, 6.0), _MECHANISMS)
-        _measure("straggler", topology, "parallel", Slowdown(_NUM_WORKERS.value // 3, 4.0), _FOR_A_STRAGGLER)
+        _measure("straggler", topology, "parallel", Slowdown(_NUM_WORKERS // 3, 4.0), _FOR_A_STRAGGLER)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 
 _SIDE = 5000  # A dense layer of that many inputs and outputs has 25 million parameters.
 _RING = [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]  # 0 -> 1 -> 2 -> 0
-_MAX_VECTORS, _MAX_ITERATION_GAP = 6.0, 2
 
 
 def _measure(turn: Mapping, strategy: hop_tf.HopStrategy) -> float:
@@ -37,24 +36,17 @@ def _measure(turn: Mapping, strategy: hop_tf.HopStrategy) -> float:
 
 def _peaks(num_ranks: int, topology: str, num_steps: int, compute: ComputeEmulation | None = None) -> np.ndarray:
     """Returns each rank's peak, in vectors."""
-    call = f"HopStrategy(topology={topology}, max_iteration_gap={_MAX_ITERATION_GAP})"
-    (peaks,) = turns.run(__file__, [{"call": call, "num_steps": num_steps}], num_ranks, compute=compute)
-    return np.array(peaks)
-
-
-def _show(name: str, peaks: np.ndarray, limit: float) -> None:
-    results.note("vectors", name, peaks)
-    print(f"{name:32} " + " ".join(f"{peak:6.2f}" for peak in peaks) + f"   at most {limit:g}", flush=True)
+    turn = {"call": f"HopStrategy(topology={topology}, max_iteration_gap=2)", "num_steps": num_steps}
+    return np.array(turns.run(__file__, [turn], num_ranks, compute=compute)[0])
 
 
 def main(argv: list[str]) -> None:
     """Measures, prints and keeps."""
     del argv
     (alone,) = _peaks(1, "'complete'", 12)
-    _show("lock step", _peaks(2, "'complete'", 12) - alone, _MAX_VECTORS)
     slow = ComputeEmulation(step_seconds=0.1, slowdowns=(Slowdown(1, 40.0),))
-    peaks = _peaks(3, f"numpy.array({_RING})", 8, slow) - alone
-    _show("directed ring, rank 1 is slow", peaks, _MAX_VECTORS + 1 + _MAX_ITERATION_GAP)
+    results.show("lock step", {"vectors": _peaks(2, "'complete'", 12) - alone})
+    results.show("directed ring, rank 1 is slow", {"vectors": _peaks(3, f"numpy.array({_RING})", 8, slow) - alone})
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ encode nothing. Above 10 million values they take minutes, so they run at most t
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import statistics
+import itertools
 import time
 from collections.abc import Callable
 
@@ -42,24 +40,11 @@ _MANY_VALUES = 10_000_000  # With more than these, peers take part in a few roun
 _FEW_ROUNDS = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A function to time.
-
-    Args:
-      name: Name in the table.
-      run: The function.
-      bytes_touched: Bytes read and written per value, or 0 if a share of the copy bandwidth would be meaningless.
-      most_rounds: Number of rounds for the candidate, without a warm-up; None: all rounds, after a warm-up.
-    """
-
-    name: str
-    run: Callable[[], object]
-    bytes_touched: float = 0.0
-    most_rounds: int | None = None
+# A function, and the bytes that it reads and writes per value, or 0 if a share of the copy bandwidth has no meaning.
+Call = tuple[Callable[[], object], float]
 
 
-def _native(values: np.ndarray, num_threads: int) -> list[Candidate]:
+def _native(values: np.ndarray, num_threads: int) -> dict[str, Call]:
     size, suffix = values.size, f"{num_threads} thread" if num_threads == 1 else "all cores"
     codes, bucket_values = np.empty(size, np.uint8), np.empty(256, np.float32)
     floats, halves = np.empty(size, np.float32), np.empty(size, tf.bfloat16.as_numpy_dtype)
@@ -81,12 +66,12 @@ def _native(values: np.ndarray, num_threads: int) -> list[Candidate]:
     }
     for bits, block_size in _FEW_BITS.items():
         calls |= _few_bits(values, floats, bits, block_size, threads)
-    return [Candidate(f"{name}, {suffix}", run, touched) for name, (run, touched) in calls.items()]
+    return {f"{name}, {suffix}": call for name, call in calls.items()}
 
 
 def _few_bits(
     values: np.ndarray, floats: np.ndarray, bits: int, block_size: int, threads: dict[str, int]
-) -> dict[str, tuple[Callable[[], object], float]]:
+) -> dict[str, Call]:
     shape = {"block_size": block_size, "bits": bits, **threads}
     encoded = arrays.few_bits_encode(values, **shape)
     target = tuple(np.empty_like(array) for array in encoded)
@@ -99,15 +84,12 @@ def _few_bits(
     }
 
 
-def _peers(values: np.ndarray) -> list[Candidate]:
+def _peers(values: np.ndarray) -> dict[str, Call]:
     quantiles = np.arange(1, 256) / 256
-    calls = {
-        "numpy.quantile": lambda: np.quantile(values, quantiles),
-    }
+    calls = {"numpy.quantile": (lambda: np.quantile(values, quantiles), 0)}
     if datasketches is not None:
-        calls["DataSketches KLL"] = lambda: _kll(values, quantiles)
-    most_rounds = _FEW_ROUNDS if values.size > _MANY_VALUES else None
-    return [Candidate(name, run, most_rounds=most_rounds) for name, run in calls.items()]
+        calls["DataSketches KLL"] = lambda: _kll(values, quantiles), 0
+    return calls
 
 
 def _kll(values: np.ndarray, quantiles: np.ndarray) -> object:
@@ -116,18 +98,25 @@ def _kll(values: np.ndarray, quantiles: np.ndarray) -> object:
     return sketch.get_quantiles(quantiles)
 
 
-def _measure(candidates: list[Candidate], num_rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each candidate. The first round warms up those that take part in all."""
-    seconds = {candidate.name: [] for candidate in candidates}
-    for round_index in range(num_rounds + 1):
-        for candidate in candidates:
-            if candidate.most_rounds is not None and round_index >= min(candidate.most_rounds, num_rounds):
-                continue
+def _measure(size: int) -> None:
+    """Times all candidates in turns. The first round warms up those that take part in all."""
+    values = np.random.default_rng(0).standard_normal(size, np.float32)
+    target, peers = np.empty_like(values), _peers(values)
+    calls = {"copy": (lambda: np.copyto(target, values), 8), **_native(values, 1), **_native(values, 0), **peers}
+    seconds = {name: [] for name in calls}
+    for round_index, (name, (run, _)) in itertools.product(range(_ROUNDS.value + 1), calls.items()):
+        is_slow = name in peers and size > _MANY_VALUES
+        if not is_slow or round_index < min(_FEW_ROUNDS, _ROUNDS.value):
             start = time.perf_counter()
-            candidate.run()
-            if round_index or candidate.most_rounds is not None:
-                seconds[candidate.name].append(time.perf_counter() - start)
-    return {name: statistics.median(each) for name, each in seconds.items()}
+            run()
+            taken = time.perf_counter() - start
+            if round_index or is_slow:
+                seconds[name].append(taken)
+    bandwidth = 8 / np.median(seconds["copy"])
+    for name, (_, touched) in calls.items():
+        taken = np.median(seconds[name])
+        share = {"share": touched / taken / bandwidth} if touched else {}
+        results.show(f"{size} gaussian {name}", {"ns per value": taken / size * 1e9, **share})
 
 
 def main(argv: list[str]) -> None:
@@ -135,18 +124,7 @@ def main(argv: list[str]) -> None:
     del argv
     print(ops.build_info(), flush=True)
     for size in map(int, _SIZES.value):
-        values = np.random.default_rng(0).standard_normal(size, np.float32)
-        target = np.empty_like(values)
-        copy = Candidate("copy", lambda values=values, target=target: np.copyto(target, values), 8)
-        candidates = [copy, *_native(values, 1), *_native(values, 0), *_peers(values)]
-        seconds = _measure(candidates, _ROUNDS.value)
-        bandwidth = copy.bytes_touched / seconds["copy"]
-        for each in candidates:
-            nanoseconds, share = seconds[each.name] / size * 1e9, each.bytes_touched / seconds[each.name] / bandwidth
-            results.note("ns per value", f"{size} gaussian {each.name}", round(nanoseconds, 3))
-            shown = f"{share:6.2f}" if each.bytes_touched else ""
-            print(f"{size:>11,} {each.name:<32} {nanoseconds:>9.3f} {shown}", flush=True)
-        gc.collect()
+        _measure(size)
 
 
 if __name__ == "__main__":

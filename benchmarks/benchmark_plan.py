@@ -4,18 +4,15 @@
 
 Ranks are hosts of an emulated network (`network`, which needs root). Their computation is emulated, asleep, so that
 ranks do not take the processor from each other. Ranks train synchronously first, and measure links and steps as `plan`
-does. All predictions use that measurement alone. Then each of --candidates trains. Shown are milliseconds per step, at
-the slowest rank (SHAT: the time in which each worker trains a batch), and predicted over measured.
+does. All predictions use that measurement alone. Then each of --candidates trains. Shown are seconds per step, at the
+slowest rank (SHAT: the time in which each worker trains a batch), and predicted over measured.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 
-import keras
-import models
 import numpy as np
 import results
 import turns
@@ -25,8 +22,6 @@ import hop_tf
 from hop_tf.tools import planning, timing
 from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 
-_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.3, "Emulated computation of a step.")
-_NUM_VALUES = flags.DEFINE_integer("num_values", 1_000_000, "Parameters.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 40, "Timed steps.", lower_bound=8)
 _SLOWDOWNS = flags.DEFINE_list("slowdowns", ["none", "2:3x", "random:4x"], "Slowdowns, in a run each.")
 _CANDIDATES = flags.DEFINE_list(
@@ -34,6 +29,7 @@ _CANDIDATES = flags.DEFINE_list(
 )
 
 _WORLD_SIZE, _LINK = 3, "100e6"
+_STEP_SECONDS, _NUM_VALUES = 0.3, 1_000_000
 _QUEUE_BYTES = 512_000  # Buffer in front of each link, as small switches have.
 # Ranks begin at different times. A rank that need not wait for others is affected for as many steps as it may be ahead.
 _WARMUP_STEPS = 16
@@ -41,44 +37,37 @@ _SYNCHRONOUS = "PipeSGDStrategy(pipeline_width=1, codec=None, algorithm='mesh')"
 
 
 def _measure(turn: Mapping, strategy: hop_tf.ExchangeStrategy) -> tuple[float, timing.Measurement | None]:
-    """Returns the seconds of a step, and the measurement if the turn asks for it."""
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((1,)), models.Vector(turn["num_values"])])
-        model.compile(keras.optimizers.SGD(0.0), "mse")
-    steps = turns.fit(strategy, model, turn["num_steps"], warmup=_WARMUP_STEPS)
-    return float(steps.seconds.mean()), timing.measure(strategy) if turn["is_measured"] else None
+    """Returns the seconds of a step, and the measurement of synchronous training."""
+    steps = turns.fit_vector(turn, strategy)
+    return float(steps.seconds.mean()), timing.measure(strategy) if turn["call"] == _SYNCHRONOUS else None
 
 
-def _job(emulation: ComputeEmulation, calls: list[str], is_measured: bool) -> list[tuple[float, timing.Measurement]]:
+def _job(emulation: ComputeEmulation, calls: list[str]) -> list[tuple[float, timing.Measurement]]:
     """Returns for each call the seconds of a step, and rank 0's measurement."""
-    about = {"num_values": _NUM_VALUES.value, "num_steps": _NUM_STEPS.value, "is_measured": is_measured}
+    about = {"num_values": _NUM_VALUES, "num_steps": _NUM_STEPS.value, "warmup": _WARMUP_STEPS}
     turns_ = [{"call": call, **about} for call in calls]
     measured = turns.run(__file__, turns_, _WORLD_SIZE, _LINK, compute=emulation, queue_bytes=_QUEUE_BYTES)
     found = []
     for call, of_workers in zip(calls, measured, strict=True):
         seconds = [each for each, _ in of_workers]
         # Workers that wait for servers alone make as many steps each, but not in the same time.
-        step = 1 / np.mean(1 / np.array(seconds)) if call.startswith("SHAT") else max(seconds)
+        step = 1 / np.mean(1 / np.array(seconds)) if turns.num_servers(call) else max(seconds)
         found.append((float(step), of_workers[0][1]))
     return found
 
 
 def _compare(slowdown: str) -> None:
     slowdowns = () if slowdown == "none" else (Slowdown.parse(slowdown),)
-    emulation = ComputeEmulation(step_seconds=_STEP_SECONDS.value, slowdowns=slowdowns)
-    print(f"\n{slowdown}: {_WORLD_SIZE} ranks, {_NUM_VALUES.value / 1e6:g} million parameters, {_LINK} bit/s")
-    ((_, measurement),) = _job(emulation, [_SYNCHRONOUS], is_measured=True)
-    print(measurement, file=sys.stderr, flush=True)
+    emulation = ComputeEmulation(step_seconds=_STEP_SECONDS, slowdowns=slowdowns)
+    ((_, measurement),) = _job(emulation, [_SYNCHRONOUS])
     # Emulated computation gives all gradients at its end: nothing hides behind a backward pass.
     whole_step = timing.Step(forward_seconds=measurement.step.seconds)
     measurement = dataclasses.replace(measurement, step=whole_step)
     predictions = {each.name: each for each in reversed(planning.compare(measurement))}  # SHAT with one server.
     chosen = [predictions[name] for name in _CANDIDATES.value]
-    calls = [each.call for each in chosen]
-    for each, (seconds, _) in zip(chosen, _job(emulation, calls, is_measured=False), strict=True):
-        ratio = each.step_seconds / seconds
-        results.note("predicted over measured", f"{each.name}, {slowdown}", ratio)
-        print(f"  {each.call:82s} {seconds * 1e3:8.0f} ms {each.step_seconds * 1e3:8.0f} {ratio:6.2f}", flush=True)
+    for each, (seconds, _) in zip(chosen, _job(emulation, [each.call for each in chosen]), strict=True):
+        found = {"step seconds": seconds, "predicted over measured": each.step_seconds / seconds}
+        results.show(f"{each.name}, {slowdown}", found)
 
 
 def main(argv) -> None:

@@ -1,23 +1,19 @@
-"""The cost of each strategy with 4, 8, 16, ... ranks: messages, bytes, connections and time.
+"""The messages of each strategy with 4, 8, 16, ... ranks.
 
     python benchmarks/benchmark_scale.py
     python benchmarks/benchmark_scale.py --series=hop:ring_based --largest=4096
 
 The strategies' own protocols run in one process on a virtual clock (see `hop_tf.tools.simulate`). A rank computes for
-one second in each step, and a message takes a millisecond. Vectors are short. A series doubles the number of ranks up
-to --largest. It ends earlier if the next point would take longer than --max_seconds of real time. SHAT has one server,
-with rows of its own. Columns show, for the rank with the most:
+one second in each step, and a message takes a millisecond. A series doubles the number of ranks up to --largest. It
+ends earlier if the next point would take longer than --max_seconds of real time. SHAT has one server, with rows of its
+own. Shown are, for the rank with the most:
 
-step ms    virtual time that communication adds to a step;
 messages   messages sent in a step, and beside them the closed form ("law");
-KiB        bytes sent in a step;
 start      messages of `Membership.begin_session`, in which all ranks gather;
 leave      messages about ranks that leave the session at the end of `fit`;
-peers      ranks that a rank exchanges messages with;
-real s     time of the simulation.
+peers      ranks that a rank exchanges messages with.
 
-The row "growth" has the exponent p of n^p between the last two points. Heartbeats are not counted: each second, a rank
-sends one to each peer, and answers one of each peer.
+Heartbeats are not counted: each second, a rank sends one to each peer, and answers one of each peer.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -49,23 +45,17 @@ from hop_tf.tools.simulate import VirtualCluster
 from hop_tf.tools.simulate.rank_loops import GROUP, AveragingTraining, HopTraining, OwnSeconds, Training
 from hop_tf.topology import resolve
 
-_ALL = [
-    "hop:ring_based",
-    "hop:exponential",
-    "pipe_sgd:mesh",
-    "pipe_sgd:ring",
-    "dts:mesh",
-]
-_SERIES = flags.DEFINE_list("series", [*_ALL, "shat"], "Strategies, each with its topology or algorithm.")
+_ALL = ["hop:ring_based", "hop:exponential", "pipe_sgd:mesh", "pipe_sgd:ring", "dts:mesh", "shat"]
+_SERIES = flags.DEFINE_list("series", _ALL, "Strategies, each with its topology or algorithm.")
 _LARGEST = flags.DEFINE_integer("largest", 1024, "The largest number of ranks.", lower_bound=2)
 _SMALLEST = flags.DEFINE_integer("smallest", 4, "The smallest number of ranks.", lower_bound=2)
 _MAX_SECONDS = flags.DEFINE_float("max_seconds", 60.0, "Real seconds of a point, at most.")
-_NUM_STEPS = flags.DEFINE_integer("num_steps", 4, "Measured steps.", lower_bound=4)
 
+_NUM_STEPS = 4
 _COMPUTE_SECONDS, _LINK_SECONDS = 1.0, 0.001
 _INTERVAL = 2  # Of DTS.
+_MOST_GROWTH = 5.0  # How much longer twice the ranks may take.
 _NUM_VALUES = 4096  # Of float32, which are exchanged.
-_TITLES = ("ranks", "step ms", "messages", "law", "KiB", "start", "leave", "peers", "real s")
 
 
 def _closed_form(series: str, n: int) -> float:
@@ -92,7 +82,6 @@ class _Tally:
 
     Attributes:
       messages: By phase, an array with the number of messages that each rank and server has sent.
-      num_bytes: By phase, the bytes of these messages.
       peers: The peers of each rank and server.
       phases: The present phase of each rank.
     """
@@ -101,21 +90,17 @@ class _Tally:
         self._num_ranks = num_ranks
         transports = [*(membership.transport for membership in cluster.memberships), *cluster.servers]
         self.messages = collections.defaultdict(lambda: np.zeros(len(transports), int))
-        self.num_bytes = collections.defaultdict(lambda: np.zeros(len(transports), int))
         self.peers: list[set[int]] = [set() for _ in transports]
         self.phases = ["first"] * num_ranks
         for transport in transports:
             transport.send = functools.partial(self._send, transport.rank, transport.send)
 
-    def _send(
-        self, rank: int, send: Callable[..., bool], peer: int, queue: str, header=b"", payload=(), *others, **how
-    ):
-        has_superseded = send(peer, queue, header, payload, *others, **how)
+    def _send(self, rank: int, send: Callable[..., bool], peer: int, queue: str, *message, **how):
+        has_superseded = send(peer, queue, *message, **how)
         if not has_superseded:
             phase = self.phases[rank if rank < self._num_ranks else peer]
             phase = {"membership/leave": "leave"}.get(queue, "start" if queue.startswith("membership/") else phase)
             self.messages[phase][rank] += 1
-            self.num_bytes[phase][rank] += len(header) + sum(array.nbytes for array in payload)
             self.peers[rank].add(peer)
             self.peers[peer].add(rank)
         return has_superseded
@@ -157,7 +142,7 @@ class _Job:
     """
 
     def __init__(self, series: str, num_ranks: int):
-        self._series, self._num_ranks, self._begun_at = series, num_ranks, time.perf_counter()
+        self._series, self._num_ranks = series, num_ranks
         kind, _, name = series.partition(":")
         arguments: dict = {"num_servers": int(kind == "shat"), "continue_without_lost": kind == "shat"}
         if kind == "hop":
@@ -178,24 +163,23 @@ class _Job:
         self._ranks = [
             make(self._cluster, rank, packing, itertools.repeat(own), self._is_over) for rank in range(num_ranks)
         ]
-        self._times = np.zeros((2, num_ranks))  # Begin and end of the measured steps.
         self._num_ended = 0
 
-    def run(self) -> dict[str, list[float]]:
-        """Trains. Returns the values of `_TITLES` for the ranks, and for the servers if there are any."""
+    def run(self) -> dict[str, dict[str, float]]:
+        """Trains. Returns the values for the ranks, and for the servers if there are any, by the names of the rows."""
         self._cluster.run(self._train)
         n = self._num_ranks
         kinds = {self._series: slice(n)} | ({f"{self._series} server": slice(n, None)} if self._servers else {})
-        step = 1e3 * (np.mean(self._times[1] - self._times[0]) / _NUM_STEPS.value - _COMPUTE_SECONDS)
         rows = {}
         for series, where in kinds.items():
             most = {phase: int(numbers[where].max()) for phase, numbers in self._tally.messages.items()}
-            kib = float(self._tally.num_bytes["steps"][where].max()) / _NUM_STEPS.value / 1024
-            peers = max(map(len, self._tally.peers[where]))
-            messages = most["steps"] / _NUM_STEPS.value, _closed_form(series, n)
-            ends = most.get("start", 0), most.get("leave", 0)
-            real_seconds = time.perf_counter() - self._begun_at
-            rows[series] = [n, step, *messages, kib, *ends, peers, real_seconds]
+            rows[f"{series}, {n}"] = {
+                "messages": most["steps"] / _NUM_STEPS,
+                "law": _closed_form(series, n),
+                "start": most.get("start", 0),
+                "leave": most.get("leave", 0),
+                "peers": max(map(len, self._tally.peers[where])),
+            }
         return rows
 
     def _train(self, rank: int) -> None:
@@ -208,39 +192,20 @@ class _Job:
             self._cluster.scheduler.call_at(self._cluster.scheduler.now + 1.0, self._cluster.scheduler.stop)
 
     def _is_over(self, rank: int, step: int) -> bool:
-        if step in (1, 1 + _NUM_STEPS.value):  # Neither the first step nor the last one is measured.
-            self._times[int(step > 1), rank] = self._cluster.scheduler.now
+        if step in (1, 1 + _NUM_STEPS):  # Neither the first step nor the last one is measured.
             self._tally.phases[rank] = "end" if step > 1 else "steps"
-        return step > 1 + _NUM_STEPS.value
-
-
-def _run_series(series: str) -> None:
-    """Measures and prints a series."""
-    tables: Mapping[str, list] = collections.defaultdict(list)
-    print(f"\n{'':>20}" + "".join(f"{title:>10}" for title in _TITLES))
-    n, seconds, factor = _SMALLEST.value, 0.0, 1.0
-    while n <= _LARGEST.value and seconds * factor <= _MAX_SECONDS.value:
-        for name, row in _Job(series, n).run().items():
-            tables[name].append(row)
-            _print_row(name, row)
-            for title, value in zip(_TITLES, row, strict=True):
-                results.note(title, f"{name}, {n}", value)
-        factor, seconds = min(max(2.0, row[-1] / (seconds or row[-1])), 5.0), row[-1]
-        n *= 2
-    for name, rows in tables.items():
-        if len(rows) > 1:
-            before, last = (np.maximum(row, 1e-9) for row in rows[-2:])
-            _print_row(f"{name}, growth", np.round(np.log2(last / before), 2))
-
-
-def _print_row(name: str, values: Sequence[float]) -> None:
-    shown = (f"{value:10.4g}" if abs(value) < 1e4 else f"{value:10.0f}" for value in values)
-    print(f"{name:>20}" + "".join(shown), flush=True)
+        return step > 1 + _NUM_STEPS
 
 
 def main(_) -> None:
     for series in _SERIES.value:
-        _run_series(series)
+        n, seconds = _SMALLEST.value, 0.0
+        while n <= _LARGEST.value and _MOST_GROWTH * seconds <= _MAX_SECONDS.value:
+            begin = time.perf_counter()
+            for name, values in _Job(series, n).run().items():
+                results.show(name, values)
+            seconds = time.perf_counter() - begin
+            n *= 2
 
 
 if __name__ == "__main__":

@@ -39,10 +39,11 @@ _SEEDS = flags.DEFINE_integer("seeds", 3, "Trainings of each kind.", lower_bound
 _LEARNING_RATES = flags.DEFINE_list("learning_rates", ["0.025", "0.05"], "Learning rates to choose from.")
 
 _METHODS = ("asp", "shat")
+_SETTINGS = {"pushes": "gradients", "sharding": "none", "consistency": "async", "codec": None}
+_SETTINGS |= {"max_staleness": 16, "min_mixing": None, "log_base": math.e}
 _NUM_HELD_OUT = 2000
 _BATCH_SIZE = 32  # Of a push.
 _JITTER = 0.1  # Relative differences of steps between workers, and over time.
-_EVALUATION_BATCH = 500
 _STABLE_SHARE = 0.9
 
 
@@ -54,7 +55,6 @@ class _Problem:
         self._packing = Packing([spec_of(variable.value) for variable in self._model.trainable_variables])
         self._loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         self._gradient = tf.function(self._emit_gradient, reduce_retracing=True)
-        self._predict = tf.function(self._emit_predict, reduce_retracing=True)
         self._shape = shape
 
     def initial(self, seed: int) -> np.ndarray:
@@ -78,22 +78,16 @@ class _Problem:
 
     def accuracy(self, weights: np.ndarray, part: images.Part) -> float:
         """Returns the accuracy on some data."""
-        x, y = part
-        starts = range(0, len(x), _EVALUATION_BATCH)
-        found = [self._predict(tf.constant(weights), x[i : i + _EVALUATION_BATCH]).numpy() for i in starts]
-        return float(np.mean(np.concatenate(found) == y.ravel()))
-
-    def _call(self, weights: tf.Tensor, x: tf.Tensor, training: bool) -> tf.Tensor:
-        return self._model.stateless_call(self._packing.unpack([weights]), [], x, training=training)[0]
+        for variable, value in zip(self._model.trainable_variables, self._packing.unpack([weights]), strict=True):
+            variable.assign(value)
+        return images.accuracy(self._model, part)
 
     def _emit_gradient(self, weights: tf.Tensor, x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            loss = self._loss(y, self._call(weights, x, True))
+            values = self._packing.unpack([weights])
+            loss = self._loss(y, self._model.stateless_call(values, [], x, training=True)[0])
         return tape.gradient(loss, weights)
-
-    def _emit_predict(self, weights: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-        return tf.argmax(self._call(weights, x, False), axis=-1)
 
 
 def _model(shape: tuple[int, ...]) -> keras.Model:
@@ -110,16 +104,7 @@ def _train(
     """Returns the weights of the server after a training on the virtual clock."""
     initial = problem.initial(seed)
     group = problem.make_group(num_workers, initial)
-    settings = ShatSettings(
-        mixing=method,
-        pushes="gradients",
-        sharding="none",
-        consistency="async",
-        max_staleness=16,
-        min_mixing=None,
-        log_base=math.e,
-        codec=None,
-    )
+    settings = ShatSettings(mixing=method, **_SETTINGS)
     num_pushes = int(_EPOCHS.value * len(train[0]) / _BATCH_SIZE)
     batches = [_batches(train, rank, num_workers, seed) for rank in range(num_workers)]
     weights, sequences = [initial] * num_workers, [0] * num_workers
@@ -166,7 +151,6 @@ def main(argv: list[str]) -> None:
     used = slice(min(_NUM_SAMPLES.value, end))
     train, held_out = (x[used], y[used]), (x[end:], y[end:])
     problem = _Problem(x.shape[1:])
-    print(f"{len(train[0])} images, {_EPOCHS.value:g} epochs; mean over seeds [learning rate; largest stable one]")
     for num_workers, method in itertools.product(map(int, _WORLD_SIZES.value), _METHODS):
         found = {}
         for rate in map(float, _LEARNING_RATES.value):
@@ -175,9 +159,8 @@ def main(argv: list[str]) -> None:
             found[rate] = np.mean(own), of_test
         best = max(found, key=lambda rate: found[rate][0])
         largest = max(rate for rate, (own, _) in found.items() if own >= _STABLE_SHARE * found[best][0])
-        accuracies = found[best][1]
-        results.note("accuracy", f"small, {num_workers} workers, {method}", accuracies)
-        print(f"  {num_workers:3} {method:5} {np.mean(accuracies):10.4f} [{best:g}; {largest:g}]", flush=True)
+        rates = {"learning rate": best, "largest stable rate": largest}
+        results.show(f"{num_workers} workers, {method}", {"accuracy": found[best][1], **rates})
 
 
 if __name__ == "__main__":

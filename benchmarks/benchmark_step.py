@@ -30,7 +30,7 @@ import pathlib
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,18 +41,17 @@ import results
 from absl import app, flags
 
 KERAS, TORCH, DDP, TF_KERAS, MIRRORED = "keras", "torch", "ddp", "tf_keras", "mirrored"
-_PLAIN = {"codec": None, "algorithm": "mesh"}
-SHAT = "shat"  # A further process is the server.
-_STRATEGIES: Mapping[str, Callable] = {
-    "pipe_sgd": lambda hop_tf: hop_tf.PipeSGDStrategy(),
-    "pipe_sgd_k1": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1, **_PLAIN),
-    "pipe_sgd_k1_continue": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=1, on_peer_loss="continue", **_PLAIN),
-    "pipe_sgd_k2": lambda hop_tf: hop_tf.PipeSGDStrategy(pipeline_width=2, **_PLAIN),
-    "dts": lambda hop_tf: hop_tf.DTSStrategy(),
-    "dts_4_4": lambda hop_tf: hop_tf.DTSStrategy(delay=4, interval=4, **_PLAIN),
-    "hop": lambda hop_tf: hop_tf.HopStrategy(),
-    "canary": lambda hop_tf: hop_tf.CanaryStrategy(),
-    SHAT: lambda hop_tf: hop_tf.SHATParameterServerStrategy(),
+_PLAIN = "codec=None, algorithm='mesh'"
+_STRATEGIES = {
+    "pipe_sgd": "PipeSGDStrategy()",
+    "pipe_sgd_k1": f"PipeSGDStrategy(pipeline_width=1, {_PLAIN})",
+    "pipe_sgd_k1_continue": f"PipeSGDStrategy(pipeline_width=1, on_peer_loss='continue', {_PLAIN})",
+    "pipe_sgd_k2": f"PipeSGDStrategy(pipeline_width=2, {_PLAIN})",
+    "dts": "DTSStrategy()",
+    "dts_4_4": f"DTSStrategy(delay=4, interval=4, {_PLAIN})",
+    "hop": "HopStrategy()",
+    "canary": "CanaryStrategy()",
+    "shat": "SHATParameterServerStrategy()",  # A further process is the server.
 }
 # By what is distributed: the same without.
 _ALONE = {**dict.fromkeys(_STRATEGIES, KERAS), DDP: TORCH, MIRRORED: TF_KERAS}
@@ -78,18 +77,6 @@ _STEPS = flags.DEFINE_integer("steps", 300, "Steps that are measured.", lower_bo
 _AGAINST = flags.DEFINE_string("against", None, "Another checkout of hop_tf to measure in turns with this one.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The cost of a step of rank 0. The fields are the columns in the module's docstring."""
-
-    step_ms: float
-    processor_ms: float
-    switches: float
-    kilobytes: float
-    threads: float
-    first_seconds: float
-
-
 class Clock:
     """Notes the ends of steps. The cost is without `warmup` steps. `num_sharing` ranks have the same interface."""
 
@@ -97,46 +84,41 @@ class Clock:
         self._num_sharing = num_sharing
         self._warmup = warmup
         self._times = [time.perf_counter()]
-        self._begin: tuple[float, int, int] | None = None
+        self._begin: np.ndarray | None = None
 
     def step(self) -> None:
         self._times.append(time.perf_counter())
         if len(self._times) == self._warmup + 1:
             self._begin = _used()
 
-    def cost(self) -> Cost:
-        """Returns the cost. Call this right after the last step."""
+    def cost(self) -> dict[str, float]:
+        """Returns the columns in the module's docstring. Call this right after the last step."""
         times = self._times[self._warmup :]
-        num_steps = len(times) - 1
-        processor, switches, sent = (now - then for now, then in zip(_used(), self._begin, strict=True))
-        return Cost(
-            step_ms=1e3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(times)),
-            processor_ms=1e3 * processor / num_steps,
-            switches=switches / num_steps,
-            kilobytes=sent / num_steps / self._num_sharing / 1e3,
-            threads=psutil.Process().num_threads(),
-            first_seconds=self._times[1] - self._times[0],
-        )
+        processor, switches, sent = (_used() - self._begin) / (len(times) - 1)
+        return {
+            "step_ms": 1e3 * statistics.median(np.diff(times)),
+            "processor_ms": 1e3 * processor,
+            "switches": switches,
+            "kB": sent / self._num_sharing / 1e3,
+            "threads": psutil.Process().num_threads(),
+            "first_seconds": self._times[1] - self._times[0],
+        }
 
 
-def _used() -> tuple[float, int, int]:
+def _used() -> np.ndarray:
     """Returns processor seconds, context switches, and bytes sent by all interfaces."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return time.process_time(), usage.ru_nvcsw + usage.ru_nivcsw, psutil.net_io_counters().bytes_sent
+    return np.array([time.process_time(), usage.ru_nvcsw + usage.ru_nivcsw, psutil.net_io_counters().bytes_sent])
 
 
 # In the processes of the ranks.
 
 
-def _measure(case: Mapping, rank: int) -> Cost | None:
+def _measure(case: Mapping, rank: int) -> dict[str, float] | None:
     """Returns the cost at a rank; None for a server."""
-    (addresses,) = case["addresses"]
     clock = Clock(case["num_sharing"], case["warmup"])
-    if case["kind"] in (TORCH, DDP):
-        _train_torch(case, rank, addresses, clock)
-    else:
-        _train_keras(case, rank, addresses, clock)
-    return clock.cost() if rank < case["num_workers"] else None
+    train = _train_torch if case["kind"] in (TORCH, DDP) else _train_keras
+    return clock.cost() if train(case, rank, *case["addresses"], clock) else None
 
 
 def _batch(case: Mapping, rank: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -145,32 +127,34 @@ def _batch(case: Mapping, rank: int, num_rows: int) -> tuple[np.ndarray, np.ndar
     return x, rng.integers(0, _NUM_CLASSES, num_rows)
 
 
-def _train_keras(case: Mapping, rank: int, addresses: Sequence[str], clock: Clock) -> None:
+def _train_keras(case: Mapping, rank: int, addresses: Sequence[str], clock: Clock) -> bool:
+    """Trains with Keras or tf_keras. Returns False for a server, when it has served."""
     import tensorflow as tf
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    try:
-        keras, strategy = _library_and_strategy(case, rank, addresses)
-    except SystemExit:  # A server has served.
-        return
+    keras, strategy = _library_and_strategy(case, rank, addresses)
+    if strategy is None:
+        return False
     with strategy.scope():
         model = _keras_model(keras, case["model"])
-        model.compile(_optimizer(keras, case["model"]), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        optimizer = keras.optimizers.AdamW(1e-3) if case["model"] == _DEEP else keras.optimizers.SGD(0.01, momentum=0.9)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     rows = tf.data.Dataset.from_tensors(_batch(case, rank, _ROWS[case["model"]] * strategy.num_replicas_in_sync))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step())
     num_steps = case["warmup"] + case["steps"]
     model.fit(rows.repeat().with_options(options), steps_per_epoch=num_steps, epochs=1, verbose=0, callbacks=[note])
-    if case["kind"] == SHAT:
+    if case["num_servers"]:
         strategy.shutdown()
+    return True
 
 
 def _library_and_strategy(case: Mapping, rank: int, addresses: Sequence[str]) -> tuple[Any, Any]:
     """Returns Keras or tf_keras, and a strategy, which is made before TensorFlow has done anything."""
     import tensorflow as tf
 
-    kind, num_workers = case["kind"], case["num_workers"]
+    kind = case["kind"]
     if kind in (TF_KERAS, MIRRORED):
         strategy = peers.mirrored_strategy(rank, addresses) if kind == MIRRORED else tf.distribute.get_strategy()
         import tf_keras
@@ -180,70 +164,49 @@ def _library_and_strategy(case: Mapping, rank: int, addresses: Sequence[str]) ->
 
     if kind == KERAS:
         return keras, tf.distribute.get_strategy()
-    import hop_tf
+    import turns
 
-    peers.set_cluster(rank, addresses[:num_workers], addresses[num_workers:])
-    return keras, _STRATEGIES[kind](hop_tf)
+    return keras, turns.join(_STRATEGIES[kind], rank, addresses, case["num_workers"])
 
 
 def _keras_model(keras: Any, name: str) -> Any:
-    layers = keras.layers
-    if name == _WIDE:
-        return _wide_model(keras)
-    inner = [layers.Dense(512, activation="relu"), layers.Dense(256, activation="relu")]
-    if name == _DEEP:
-        block = lambda: [  # noqa: E731
-            layers.Conv2D(_NUM_FILTERS, 1, use_bias=False),
-            layers.BatchNormalization(),
-            layers.ReLU(),
-        ]
-        inner = [layer for _ in range(_NUM_BLOCKS) for layer in block()] + [layers.GlobalAveragePooling2D()]
-    return keras.Sequential([keras.Input(_SHAPES[name]), *inner, layers.Dense(_NUM_CLASSES)])
+    layers, x = keras.layers, keras.Input(_SHAPES[name])
+    if name == _PERCEPTRON:
+        inner = [layers.Dense(512, activation="relu"), layers.Dense(256, activation="relu")]
+    elif name == _WIDE:  # One layer many times: more computation for each byte that ranks exchange.
+        first, repeated = (layers.Dense(_NUM_UNITS, activation="relu") for _ in range(2))
+        inner = [first, *[repeated] * _NUM_REPEATS]
+    else:
+        inner = []
+        for _ in range(_NUM_BLOCKS):
+            inner += [layers.Conv2D(_NUM_FILTERS, 1, use_bias=False), layers.BatchNormalization(), layers.ReLU()]
+        inner.append(layers.GlobalAveragePooling2D())
+    inputs = x
+    for layer in [*inner, layers.Dense(_NUM_CLASSES)]:
+        x = layer(x)
+    return keras.Model(inputs, x)
 
 
-def _wide_model(keras: Any) -> Any:
-    """Returns a model that applies one layer many times: more computation for each byte that ranks exchange."""
-    x = inputs = keras.Input(_SHAPES[_WIDE])
-    x = keras.layers.Dense(_NUM_UNITS, activation="relu")(x)
-    repeated = keras.layers.Dense(_NUM_UNITS, activation="relu")
-    for _ in range(_NUM_REPEATS):
-        x = repeated(x)
-    return keras.Model(inputs, keras.layers.Dense(_NUM_CLASSES)(x))
-
-
-def _optimizer(keras: Any, model: str) -> Any:
-    return keras.optimizers.AdamW(1e-3) if model == _DEEP else keras.optimizers.SGD(0.01, momentum=0.9)
-
-
-def _train_torch(case: Mapping, rank: int, addresses: Sequence[str], clock: Clock) -> None:
+def _train_torch(case: Mapping, rank: int, addresses: Sequence[str], clock: Clock) -> bool:
     import torch
 
     if case["kind"] == DDP:
         peers.join_gloo(rank, addresses)
     torch.set_num_threads(1)
-    model = _torch_model(torch, case["model"])
+    is_deep = case["model"] == _DEEP
+    model = _deep_in_torch(torch) if is_deep else peers.dense(torch, 784, 512, 256, _NUM_CLASSES)
     if case["kind"] == DDP:
         model = torch.nn.parallel.DistributedDataParallel(model)
-    if case["model"] == _PERCEPTRON:
-        optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    loss_of = torch.nn.CrossEntropyLoss()
+    values = model.parameters()
+    optimizer = torch.optim.AdamW(values, 1e-3) if is_deep else torch.optim.SGD(values, 0.01, momentum=0.9)
     x, y = map(torch.from_numpy, _batch(case, rank, _ROWS[case["model"]]))
     x = x.movedim(-1, 1).contiguous() if x.ndim > 2 else x
-    for _ in range(case["warmup"] + case["steps"]):
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
-        clock.step()
+    peers.train_torch(model, optimizer, itertools.repeat((x, y), case["warmup"] + case["steps"]), clock.step)
+    return True
 
 
-def _torch_model(torch: Any, name: str) -> Any:
+def _deep_in_torch(torch: Any) -> Any:
     nn = torch.nn
-    if name == _PERCEPTRON:
-        return nn.Sequential(
-            *(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, _NUM_CLASSES))
-        )
     widths = [_SHAPES[_DEEP][-1], *[_NUM_FILTERS] * _NUM_BLOCKS]
     blocks = [
         nn.Sequential(nn.Conv2d(before, after, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
@@ -264,7 +227,8 @@ class _Case:
 
     @property
     def name(self) -> str:
-        return self.kind if self.checkout is None else f"{self.kind}, {pathlib.Path(self.checkout).name}"
+        kind = self.kind if self.checkout is None else f"{self.kind}, {pathlib.Path(self.checkout).name}"
+        return f"{self.model} {kind} {self.world_size}"
 
     @property
     def alone(self) -> _Case:
@@ -272,58 +236,48 @@ class _Case:
 
 
 def _cases() -> Iterator[_Case]:
-    for model, world in itertools.product(_MODELS.value, map(int, _WORLDS.value)):
-        for kind in _CHOSEN.value:
-            if kind in _PACKAGES and model == _WIDE:
-                continue
-            if kind in _PACKAGES and not peers.is_installed(_PACKAGES[kind]):
-                print(f"{kind}: the package `{_PACKAGES[kind]}` is not installed.")
-            elif kind in _ALONE or world == 1:
-                yield _Case(model, world, kind)
-                if _AGAINST.value is not None and kind in _STRATEGIES:
-                    yield _Case(model, world, kind, _AGAINST.value)
+    for model, world, kind in itertools.product(_MODELS.value, map(int, _WORLDS.value), _CHOSEN.value):
+        package = _PACKAGES.get(kind)
+        if package is not None and (model == _WIDE or not peers.is_installed(package)):
+            print(f"{kind} is left out of {model}, or the package `{package}` is not installed.")
+        elif kind in _ALONE or world == 1:
+            yield _Case(model, world, kind)
+            if _AGAINST.value is not None and kind in _STRATEGIES:
+                yield _Case(model, world, kind, _AGAINST.value)
 
 
-def _run(case: _Case) -> Cost:
+def _run(case: _Case) -> dict[str, float]:
     path = filter(None, (case.checkout, os.environ.get("PYTHONPATH")))
     environment = {"PYTHONPATH": os.pathsep.join(path)} if case.checkout is not None else {}
     if case.kind in (TF_KERAS, MIRRORED):
         environment["TF_USE_LEGACY_KERAS"] = "1"
     link = _LINK.value if case.world_size > 1 else ranks.LOOPBACK
+    num_servers = int(case.kind == "shat")
     arguments = {
         "model": case.model,
         "kind": case.kind,
         "num_workers": case.world_size,
+        "num_servers": num_servers,
         "num_sharing": case.world_size if link == ranks.LOOPBACK else 1,
         "warmup": _STEPS.value // 5,
         "steps": _STEPS.value,
     }
-    num_processes = case.world_size + (case.kind == SHAT)
-    return ranks.run(__file__, arguments, num_processes, link, num_ports=1, environment=environment)[0]
-
-
-def _median(costs: Sequence[Cost]) -> Cost:
-    return Cost(*(statistics.median(column) for column in zip(*map(dataclasses.astuple, costs), strict=True)))
+    return ranks.run(__file__, arguments, case.world_size + num_servers, link, num_ports=1, environment=environment)[0]
 
 
 def main(argv: Sequence[str]) -> None:
     del argv  # Unused.
-    costs = collections.defaultdict(list)
+    costs = collections.defaultdict(lambda: collections.defaultdict(list))
     cases = list(_cases())
     for round_, case in itertools.product(range(_ROUNDS.value), cases):
-        costs[case].append(_run(case))
-        print(f"round {round_ + 1}: {case.model}, {case.world_size}, {case.name}: {costs[case][-1]}", flush=True)
-    titles = ["model", "ranks", "kind", "step ms", "processor ms", "added ms", "switches", "kB", "threads", "first s"]
-    print("".join(f"{title:>13}" for title in titles))
+        for name, value in _run(case).items():
+            costs[case][name].append(value)
+        print(f"round {round_ + 1}: {case.name}", flush=True)
     for case in cases:
-        cost = _median(costs[case])
-        added = cost.processor_ms - _median(costs[case.alone]).processor_ms if case.alone in costs else float("nan")
-        step, processor, *rest = dataclasses.astuple(cost)
-        values = [f"{value:.2f}" for value in (step, processor, added, *rest)]
-        print("".join(f"{value:>13}" for value in [case.model, case.world_size, case.name, *values]), flush=True)
-        for name in ("step_ms", "processor_ms", "first_seconds", "threads"):
-            of_rounds = [getattr(each, name) for each in costs[case]]
-            results.note(name, f"{case.model} {case.name} {case.world_size}", of_rounds)
+        if case.alone in costs:
+            both = (costs[each]["processor_ms"] for each in (case, case.alone))
+            costs[case]["added_ms"] = np.subtract(*both)
+        results.show(case.name, costs[case])
 
 
 if __name__ == "__main__":

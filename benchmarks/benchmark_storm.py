@@ -15,7 +15,7 @@ to its last step, except while it is stopped or recovers. Shown are
   0.95;
 - the median time to recover, most of which a new process takes to start and to trace its step;
 - accuracies, of rank 0, undisturbed and in the storm;
-- equal: True if all ranks end with the same weights, to the bit (if that is promised);
+- equal: 1 if all ranks end with the same weights, to the bit (if that is promised);
 - problems: processes that have not ended with 0; threads, processes and sockets that are left.
 
 Processes are forked from one that has imported everything: a real process takes some seconds more to come back. With
@@ -49,7 +49,7 @@ from hop_tf.tools.testing.multi_process import DEFAULT_PRELOAD, MultiProcessErro
 
 _STRATEGIES = flags.DEFINE_list("strategies", ["pipe_sgd", "dts", "hop", "canary", "shat"], "Which ones.")
 _STEPS = flags.DEFINE_integer("steps", 180, "Steps of a training.", lower_bound=20)
-_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.2, "How long a step takes at least.", lower_bound=0.0)
+_STEP_SECONDS = flags.DEFINE_float("step_seconds", 0.2, "How long a step takes at least.", lower_bound=0.001)
 _INTERVAL = flags.DEFINE_float("interval", 8.0, "Seconds from one fault to the next.", lower_bound=1.0)
 _STOP_SECONDS = flags.DEFINE_float("stop_seconds", 10.0, "For how long a rank is stopped.", lower_bound=0.0)
 _SEED = flags.DEFINE_integer("seed", 0, "Of the faults.")
@@ -131,50 +131,37 @@ def _train(name: str, folder: str, num_steps: int) -> tuple[float, str]:
 
 
 @dataclasses.dataclass
-class _Fault:
-    """A fault of a rank.
-
-    Attributes:
-      rank: The rank.
-      begin: Time of the fault, of `time.time()`.
-      seconds: Time for which the rank was stopped, or None if it was killed.
-    """
-
-    rank: int
-    begin: float
-    seconds: float | None
-
-
-@dataclasses.dataclass
 class _Run:
     """A training.
 
     Attributes:
       steps: By rank, an array with a row for each step: its end, and its number of rows.
-      faults: The faults of the run.
+      faults: Rank, time, and the seconds for which the rank was stopped, or None if it was killed.
       values: By rank, the result, or None.
       problems: Descriptions of problems.
     """
 
     steps: list[np.ndarray]
-    faults: list[_Fault]
+    faults: list[tuple[int, float, float | None]]
     values: list
     problems: list[str]
 
     @property
     def downs(self) -> Iterator[tuple[int, float, float]]:
         """Yields rank, begin and end of each time in which a rank is not up."""
-        for fault in self.faults:
-            ends = self.steps[fault.rank][:, 0]
-            later = ends[ends > fault.begin + 0.5]
-            end = fault.begin + fault.seconds if fault.seconds is not None else later.min(initial=np.inf)
-            yield fault.rank, fault.begin, end
+        for rank, begin, seconds in self.faults:
+            ends = self.steps[rank][:, 0]
+            later = ends[ends > begin + 0.5]
+            yield rank, begin, begin + seconds if seconds is not None else later.min(initial=np.inf)
 
     @property
     def recoveries(self) -> list[float]:
         """Seconds from each death to the first step of the new process."""
-        killed = [fault.seconds is None for fault in self.faults]
-        return [end - begin for (_, begin, end), is_kill in zip(self.downs, killed, strict=True) if is_kill]
+        return [
+            end - begin
+            for (_, begin, end), (*_, seconds) in zip(self.downs, self.faults, strict=True)
+            if seconds is None
+        ]
 
     @property
     def rate(self) -> float:
@@ -184,26 +171,34 @@ class _Run:
         down = sum(max(0.0, min(last, ends[rank]) - max(first, begin)) for rank, first, last in self.downs)
         return float(num_rows / (sum(ends) - len(ends) * begin - down))
 
+    @property
+    def accuracy(self) -> float:
+        """Accuracy of rank 0."""
+        return self.values[0][0] if self.values and self.values[0] else np.nan
+
 
 def _run(name: str, with_faults: bool) -> _Run:
-    num_ps = int(name == "shat")
-    env = {"HOP_TF_STEP_SECONDS": repr(_STEP_SECONDS.value)} if _STEP_SECONDS.value else {}
+    env = {"HOP_TF_STEP_SECONDS": repr(_STEP_SECONDS.value)}
     preload = DEFAULT_PRELOAD
     if name == "torchft":
-        preload, lighthouse = (*DEFAULT_PRELOAD, "torchft", "sklearn.datasets"), storm_torchft.make_lighthouse()
+        preload = (*DEFAULT_PRELOAD, "torchft", "sklearn.datasets")
+        lighthouse = peers.make_lighthouse(1, quorum_tick_ms=20, heartbeat_timeout_ms=storm_torchft.SILENCE_MS)
         env["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {"preload": preload, "args": (name, folder, _STEPS.value), "num_ps": num_ps, "env": env}
+        arguments = {
+            "preload": preload,
+            "args": (name, folder, _STEPS.value),
+            "num_ps": int(name == "shat"),
+            "env": env,
+        }
         with MultiProcessRunner(_train, _NUM_RANKS, timeout_seconds=_TIMEOUT_SECONDS, **arguments) as runner:
             while not all(_steps_of(folder, rank).size for rank in range(_NUM_RANKS)):
                 time.sleep(0.05)
             faults = _storm(runner) if with_faults else []
-            problems = []
             try:
                 done = runner.join()
                 codes = {str(each.task): each.exit_code for each in (*done.workers, *done.ps)}
-                problems = [f"{task} ended with {code}" for task, code in codes.items() if code]
-                values = done.values
+                problems, values = [f"{task} ended with {code}" for task, code in codes.items() if code], done.values
             except MultiProcessError as error:
                 problems, values = [str(error).splitlines()[0]], []
         return _Run([_steps_of(folder, rank) for rank in range(_NUM_RANKS)], faults, values, problems)
@@ -215,15 +210,15 @@ def _steps_of(folder: str, rank: int) -> np.ndarray:
     return np.array([[float(word) for word in line.split()] for line in lines]).reshape(-1, 2)
 
 
-def _storm(runner: MultiProcessRunner) -> list[_Fault]:
+def _storm(runner: MultiProcessRunner) -> list[tuple[int, float, float | None]]:
     drawn = random.Random(_SEED.value)
     seconds = 0.7 * _STEPS.value * _STEP_SECONDS.value
     resumed: list[threading.Timer] = []
-    faults: list[_Fault] = []
+    faults = []
     for _ in range(max(1, int(seconds / _INTERVAL.value))):
-        struck = [fault.rank for fault in faults[-2:]]  # These may not be up yet.
+        struck = [rank for rank, *_ in faults[-2:]]  # These may not be up yet.
         rank, is_kill = drawn.choice([each for each in range(_NUM_RANKS) if each not in struck]), drawn.random() < 0.5
-        faults.append(_Fault(rank, time.time(), None if is_kill else _STOP_SECONDS.value))
+        faults.append((rank, time.time(), None if is_kill else _STOP_SECONDS.value))
         if is_kill:
             runner.kill(rank)
             runner.restart(rank)
@@ -242,34 +237,29 @@ def _left() -> tuple[int, int]:
     return threading.active_count(), len(psutil.Process().children(recursive=True))
 
 
-def _describe(name: str, free: _Run, storm: _Run, before: tuple[int, int]) -> str:
+def _compare(name: str) -> None:
+    """Trains undisturbed and in a storm, and shows what the storm costs."""
+    free = _run(name, with_faults=False)
+    before = _left()
+    storm = _run(name, with_faults=True)
+    problems = [*free.problems, *storm.problems, *(["something is left"] if _left() > before else [])]
+    print(name, *problems, sep="; ")
     kills = len(storm.recoveries)
-    values = [value for value in storm.values if value]
-    accuracies = [f"{run.values[0][0]:.3f}" if run.values and run.values[0] else "-" for run in (free, storm)]
-    equal = "-" if name not in _EQUAL_AT_THE_END else str(len({digest for _, digest in values}) == 1)
-    after = _left()
-    problems = [*free.problems, *storm.problems, *(["something is left"] if after > before else [])]
-    recovery = f"{np.median(storm.recoveries):.1f} s" if kills else "-"
-    results.note("kept", name, storm.rate / free.rate)
+    shown = {"kills": kills, "stops": len(storm.faults) - kills, "kept": storm.rate / free.rate}
     if kills:
-        results.note("recovery", name, np.median(storm.recoveries))
-    results.note("problems" if name in _MAKE else "problems of peers", name, len(problems))
-    return (
-        f"| {name} | {kills}, {len(storm.faults) - kills} | {storm.rate / free.rate:.2f} | {recovery} | "
-        f"{', '.join(accuracies)} | {equal} | {'; '.join(problems) or 'none'} |"
-    )
+        shown["recovery"] = np.median(storm.recoveries)
+    shown |= {"accuracy undisturbed": free.accuracy, "accuracy in the storm": storm.accuracy}
+    if name in _EQUAL_AT_THE_END:
+        shown["equal"] = len({value[1] for value in storm.values if value}) == 1
+    results.show(name, {**shown, "problems" if name in _MAKE else "problems of peers": len(problems)})
 
 
 def main(_) -> None:
-    print("| strategy | kills, stops | kept | recovery | accuracy undisturbed, in the storm | equal | problems |")
-    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     for name in _STRATEGIES.value:
         if name == "torchft" and not peers.is_installed(name):
             print("torchft is left out: it is not installed.")
-            continue
-        free = _run(name, with_faults=False)
-        before = _left()
-        print(_describe(name, free, _run(name, with_faults=True), before), flush=True)
+        else:
+            _compare(name)
     stop_fork_server()
 
 

@@ -1,12 +1,25 @@
-"""Measures how fast two processes on this machine exchange messages, compared with its sockets.
+"""Measures how fast two ranks exchange messages, compared with plain sockets.
 
     python benchmarks/benchmark_transport.py --sizes=4096,1048576,104857600 --rounds=5
     python benchmarks/benchmark_transport.py --members=tcp,tcp_unchecked  # what checksums cost
+    python benchmarks/benchmark_transport.py --links=1e8:0.277,1e8:0.277:0.05,1e8:1 --sizes=2000000 \
+        --bytes_per_round=300000000 --members=spread,ordered
+
+Ranks are processes: on loopback, or on hosts of an emulated network (`network`, which needs root). A link is then given
+as bits per second, round trip in seconds and optionally jitter in seconds, which lets packets overtake each other.
 
 For each size: one way (rank 0 to rank 1) and both ways at once. GB/s counts the payload of one direction. Processor
 seconds are those of both processes together, for each GB that was moved in either direction. Latency is half of a
 round trip. The members take turns within every round, so that a busy machine slows all of them; medians are shown.
 One more round comes first, to warm up.
+
+    memory         payloads of ranks of one machine go through shared memory
+    tcp            payloads go through sockets
+    tcp_unchecked  the same without checksums
+    ordered        chunks as of an all-reduce, which travel in order on one lane
+    spread         the same over as many lanes as the transport chooses
+    grpc           the transport without a bulk connection
+    socket         a plain TCP connection
 """
 
 from __future__ import annotations
@@ -25,42 +38,19 @@ import results
 from absl import app, flags
 
 from hop_tf.options import CommunicationOptions
-from hop_tf.transport.base import Transport
+from hop_tf.transport.base import BULK_LANE
 from hop_tf.transport.grpc_transport import GrpcTransport
 from hop_tf.transport.tcp_transport import TcpTransport
 
 _SIZES = flags.DEFINE_list("sizes", ["4096", "65536", "1048576", "16777216", "104857600"], "Payload sizes in bytes.")
+_LINKS = flags.DEFINE_list("links", [ranks.LOOPBACK], "loopback, or such as 1e8:0.277.")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds; medians over them are shown.", lower_bound=1)
-_MEMBERS = flags.DEFINE_list("members", ["memory", "tcp", "grpc", "socket"], "What to measure; also tcp_unchecked.")
+_MEMBERS = flags.DEFINE_list("members", ["memory", "tcp", "grpc", "socket"], "What to measure.")
 _BYTES_PER_ROUND = flags.DEFINE_integer("bytes_per_round", 400 << 20, "About how much to move in each measurement.")
 
-_COLUMNS = ("GB/s one way", "CPU s/GB one way", "GB/s each way", "CPU s/GB each way", "latency ms")
-
-
-class SocketTransport(TcpTransport):
-    """A transport as between two machines: payloads go through sockets instead of shared memory."""
-
-    def __init__(self, *arguments, **keywords):
-        super().__init__(*arguments, shares_memory=False, **keywords)
-
-
-class UncheckedTcpTransport(SocketTransport):
-    """A transport of frames without checksums, to measure their cost."""
-
-    def __init__(self, *arguments, **keywords):
-        super().__init__(*arguments, **keywords)
-        self._handshake._encrypted = True  # As where the connection has checksums of its own.
-
-
-_TRANSPORTS = {
-    "memory": TcpTransport,
-    "tcp": SocketTransport,
-    "grpc": GrpcTransport,
-    "tcp_unchecked": UncheckedTcpTransport,
-}
 _TIMEOUT_SECONDS = 120.0
 _MAX_MESSAGES = 2000
-_NUM_ROUND_TRIPS = 200
+_NUM_ROUND_TRIPS = 50
 _LENGTH = struct.Struct("<Q")
 
 
@@ -68,44 +58,36 @@ class Member:
     """One end of a pair. Counts the messages that arrive."""
 
     def __init__(self):
-        self._arrived = 0
-        self._changed = threading.Condition()
-
-    def send(self, payload: np.ndarray) -> None:
-        """Sends one message."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Releases the member's resources."""
-        raise NotImplementedError
-
-    def arrived(self) -> None:
-        """Counts a message."""
-        with self._changed:
-            self._arrived += 1
-            self._changed.notify_all()
+        self._arrived = threading.Semaphore(0)
 
     def wait(self, num_messages: int) -> None:
         """Waits for messages, and takes them off the count."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._arrived >= num_messages, _TIMEOUT_SECONDS):
-                raise TimeoutError(f"only {self._arrived} of {num_messages} messages arrived.")
-            self._arrived -= num_messages
+        for _ in range(num_messages):
+            if not self._arrived.acquire(timeout=_TIMEOUT_SECONDS):
+                raise TimeoutError("a message is missing.")
 
 
 class TransportMember(Member):
-    """A `Transport`."""
+    """A transport of hop_tf."""
 
-    def __init__(self, transport: Transport):
+    def __init__(self, name: str, rank: int, addresses: Sequence[str], rate: float | None):
         super().__init__()
-        self._transport = transport
-        self._peer = 1 - transport.rank
-        transport.register("benchmark", lambda message: self.arrived())
-        transport.start()
-        transport.connect(self._peer)
+        link = {"bandwidth_bits_per_second": rate} if rate else {}
+        about = {"identity": {}, "options": CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS, **link)}
+        if name == "grpc":
+            self._transport = GrpcTransport(rank, addresses, **about)
+        else:
+            self._transport = TcpTransport(rank, addresses, shares_memory=name == "memory", **about)
+        if name == "tcp_unchecked":
+            self._transport._handshake._encrypted = True  # As where the connection has checksums of its own.
+        self._lane = {"ordered": BULK_LANE, "spread": None}.get(name, 0)
+        self._peer = 1 - rank
+        self._transport.register("benchmark", lambda message: self._arrived.release())
+        self._transport.start()
+        self._transport.connect(self._peer)
 
     def send(self, payload: np.ndarray) -> None:
-        self._transport.send(self._peer, "benchmark", b"", [payload])
+        self._transport.send(self._peer, "benchmark", b"", [payload], self._lane)
 
     def close(self) -> None:
         self._transport.flush(self._peer, 5.0)
@@ -115,8 +97,10 @@ class TransportMember(Member):
 class SocketMember(Member):
     """A plain TCP connection, for comparison."""
 
-    def __init__(self, rank: int, address: tuple[str, int]):
+    def __init__(self, name: str, rank: int, addresses: Sequence[str], rate: float | None):
         super().__init__()
+        host, _, port = addresses[0].rpartition(":")
+        address = host, int(port)
         if rank == 0:
             with socket.create_server(address) as server:
                 self._socket, _ = server.accept()
@@ -145,15 +129,10 @@ class SocketMember(Member):
                     buffer = bytearray(size)
                 if not self._fill(memoryview(buffer)[:size]):
                     return
-                self.arrived()
+                self._arrived.release()
 
     def _fill(self, view: memoryview) -> bool:
-        while view.nbytes:
-            received = self._socket.recv_into(view)
-            if not received:
-                return False
-            view = view[received:]
-        return True
+        return self._socket.recv_into(view, 0, socket.MSG_WAITALL) == view.nbytes
 
 
 def _connect(address: tuple[str, int]) -> socket.socket:
@@ -168,14 +147,6 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 
 # In each rank.
-
-
-def _make_member(name: str, rank: int, addresses: Sequence[str]) -> Member:
-    if name == "socket":
-        host, _, port = addresses[0].rpartition(":")
-        return SocketMember(rank, (host, int(port)))
-    options = CommunicationOptions(timeout_seconds=_TIMEOUT_SECONDS)
-    return TransportMember(_TRANSPORTS[name](rank, addresses, identity={}, options=options))
 
 
 def _ping(member: Member, rank: int, payload: np.ndarray) -> float:
@@ -202,11 +173,11 @@ def _transfer(member: Member, rank: int, payload: np.ndarray, num_messages: int,
     return time.perf_counter() - start, time.process_time() - processor_start
 
 
-def _measure(case: Mapping, rank: int) -> list[list[tuple[float, ...]]]:
+def _measure(case: Mapping, rank: int) -> list[np.ndarray]:
     """Returns for each size and member, in turn, the values of all rounds: seconds, and processor seconds."""
-    members = [
-        _make_member(name, rank, addresses) for name, addresses in zip(case["members"], case["addresses"], strict=True)
-    ]
+    pairs = zip(case["members"], case["addresses"], strict=True)
+    classes = {"socket": SocketMember}
+    members = [classes.get(name, TransportMember)(name, rank, addresses, case["rate"]) for name, addresses in pairs]
     found = []
     for size, num_messages in case["sizes"]:
         payload = np.ones(size, np.uint8)
@@ -217,7 +188,7 @@ def _measure(case: Mapping, rank: int) -> list[list[tuple[float, ...]]]:
                 both_ways = _transfer(member, rank, payload, num_messages, num_messages)
                 pings = [_ping(member, rank, payload) for _ in range(min(num_messages, _NUM_ROUND_TRIPS))]
                 of_rounds.append((*one_way, *both_ways, statistics.median(pings)))
-        found += [of_rounds[1:] for of_rounds in of_members]
+        found += [np.array(of_rounds[1:]).T for of_rounds in of_members]
     for member in members:
         _ping(member, rank, payload[:1])
         member.close()
@@ -227,28 +198,35 @@ def _measure(case: Mapping, rank: int) -> list[list[tuple[float, ...]]]:
 # In the parent.
 
 
-def main(argv: list[str]) -> None:
-    """Prints a table."""
-    del argv
-    print(f"{'bytes':>10} {'member':>8} " + " ".join(f"{column:>13}" for column in _COLUMNS))
+def _compare(link: str) -> None:
+    """Shows all members on a link."""
     sizes = [(size, max(1, min(_MAX_MESSAGES, _BYTES_PER_ROUND.value // size))) for size in map(int, _SIZES.value)]
-    case = {"members": _MEMBERS.value, "sizes": sizes, "rounds": _ROUNDS.value}
-    found = ranks.run(__file__, case, 2, ranks.LOOPBACK, num_ports=len(_MEMBERS.value), timeout_seconds=3600)
+    case = {"members": _MEMBERS.value, "sizes": sizes, "rounds": _ROUNDS.value, "rate": None}
+    rate, emulation = link, {}
+    if link != ranks.LOOPBACK:
+        rate, round_trip, jitter = [*link.split(":"), "0", "0"][:3]
+        case["rate"], jitter = float(rate), float(jitter)
+        emulation = {"round_trip_seconds": float(round_trip), "jitter_seconds": jitter, "reorder": jitter > 0}
+    found = ranks.run(__file__, case, 2, rate, num_ports=len(_MEMBERS.value), timeout_seconds=3600, **emulation)
     kinds = [(*size, name) for size in sizes for name in _MEMBERS.value]
     for (size, num_messages, name), ours, theirs in zip(kinds, *found, strict=True):
         gigabytes = size * num_messages / 1e9
-        one_way, processor, both_ways, processor_both, ping = np.median(ours, axis=0)
-        _, of_peer, _, of_peer_both, _ = np.median(theirs, axis=0)
-        values = (
-            gigabytes / one_way,
-            (processor + of_peer) / gigabytes,
-            gigabytes / both_ways,
-            (processor_both + of_peer_both) / (2 * gigabytes),
-            ping / 2 * 1e3,
-        )
-        for column, value in zip(_COLUMNS, values, strict=True):
-            results.note(column, f"{size} {name}", value)
-        print(f"{size:>10} {name:>8} " + " ".join(f"{value:>13.3f}" for value in values), flush=True)
+        one_way, processor, both_ways, processor_both, ping = ours
+        values = {
+            "GB/s one way": gigabytes / one_way,
+            "CPU s/GB one way": (processor + theirs[1]) / gigabytes,
+            "GB/s each way": gigabytes / both_ways,
+            "CPU s/GB each way": (processor_both + theirs[3]) / (2 * gigabytes),
+            "latency ms": ping / 2 * 1e3,
+        }
+        results.show(f"{link} {size} {name}", values)
+
+
+def main(argv: list[str]) -> None:
+    """Shows all links."""
+    del argv
+    for link in _LINKS.value:
+        _compare(link)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""Other libraries that train the tasks of `benchmark_delay.py` synchronously: the same weights, the same batches.
+"""Other libraries that train the tasks of `benchmark_delay.py`: the same weights, the same batches.
 
-If computation is emulated, they sleep for the rest of a step's time. PyTorch's ranks sleep between the two passes, as
-if the backward pass took twice as long as the forward pass. Ranks of tf_keras sleep for the whole time.
+If computation is emulated, PyTorch's ranks sleep between the two passes (see `peers.train_torch`). Ranks of tf_keras
+sleep for the whole time of a step.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import os
@@ -16,7 +15,6 @@ from typing import Any
 
 import delay_ranks
 import delay_tasks
-import images
 import keras
 import numpy as np
 import peers
@@ -24,30 +22,19 @@ import peers
 from hop_tf.tools.emulation import ComputeEmulation
 
 DDP, MIRRORED, DILOCO, HIVEMIND = "ddp", "mirrored", "diloco", "hivemind"
-_PASSES = 3  # A backward pass takes as long as two forward passes.
 _PACKAGES = {DDP: "torch", MIRRORED: "tf_keras", DILOCO: "torchft", HIVEMIND: "hivemind"}
 _MATCHMAKING = {"min_matchmaking_time": 2.0, "request_timeout": 1.5}  # hivemind's defaults are for large steps.
-KINDS = list(_PACKAGES)
 
 
 def package_of(kind: str) -> str | None:
     """Returns the package that trains a kind such as "ddp" or "diloco:20:8:2", or None if that is hop_tf."""
-    return _PACKAGES.get(_name_of(kind))
-
-
-def _name_of(kind: str) -> str:
-    return kind.partition(":")[0]
-
-
-def num_ports_of(kind: str) -> int:
-    """Returns the number of a rank's ports."""
-    return 2 if _name_of(kind) in (DILOCO, HIVEMIND) else 1
+    return _PACKAGES.get(kind.partition(":")[0])
 
 
 def train(case: Mapping, rank: int) -> delay_ranks.Trained:
     """Trains by DistributedDataParallel over gloo, MultiWorkerMirroredStrategy, torchft's DiLoCo, or hivemind."""
     trains = {DDP: _train_ddp, MIRRORED: _train_mirrored, DILOCO: _train_diloco, HIVEMIND: _train_hivemind}
-    return trains[_name_of(case["kind"])](case, rank)
+    return trains[case["kind"].partition(":")[0]](case, rank)
 
 
 def _step_durations(case: Mapping, rank: int) -> Iterator[float]:
@@ -61,41 +48,25 @@ def _own(rows: np.ndarray, rank: int, world_size: int) -> np.ndarray:
     return np.split(rows, world_size, axis=1)[rank]
 
 
-def _evaluated(
-    model: keras.Model, weights: Sequence[np.ndarray], clock: delay_ranks.Clock, test: images.Part, rank: int
-) -> delay_ranks.Trained:
-    """Returns the accuracies of the final `weights` and of those that `clock` noted, of the Keras model `model`."""
-    trained = delay_ranks.Trained(seconds=clock.seconds, steps=clock.steps)
-    if rank == 0:
-        model.set_weights(weights)
-        trained.accuracy = images.accuracy(model, test)
-        trained.reached = list(clock.evaluate(model, test))
-    return trained
-
-
-# tf_keras.
-
-
 def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
     import tensorflow as tf
     import tf_keras
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    (workers,) = case["addresses"]
+    workers, _ = case["addresses"]
     strategy = peers.mirrored_strategy(rank, workers)  # Must be made before TensorFlow has done anything.
-    task, data, rows = delay_ranks.load(case)
+    task, data, test, rows, clock = delay_ranks.load(case, rank)
     template = task.make_model(keras, case["seed"])
     with strategy.scope():
         model = task.make_model(tf_keras, case["seed"])
         model.set_weights(template.get_weights())
         model.compile(delay_ranks.make_optimizer(tf_keras, case, len(rows)), "sparse_categorical_crossentropy")
-    clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
     durations = _step_durations(case, rank)
     note = tf_keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: time.sleep(next(durations)),
         on_train_batch_end=lambda batch, logs: clock.step(model.get_weights),
     )
-    own = delay_tasks.batches(data, _own(rows, rank, len(workers)), False, case["seed"])
+    own = delay_tasks.batches(data, _own(rows, rank, len(workers)))
     model.fit(
         strategy.distribute_datasets_from_function(lambda context: own),
         epochs=case["epochs"],
@@ -103,7 +74,7 @@ def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
         verbose=0,
         callbacks=[note],
     )
-    return _evaluated(template, model.get_weights(), clock, data.test, rank)
+    return delay_ranks.evaluated(template, model.get_weights(), clock, test, rank)
 
 
 # PyTorch. Parameters have the shapes that Keras gives them, so that weights go from one to the other as they are.
@@ -111,7 +82,7 @@ def _train_mirrored(case: Mapping, rank: int) -> delay_ranks.Trained:
 
 def _train_ddp(case: Mapping, rank: int) -> delay_ranks.Trained:
     """Trains `ddp`, or with a hook: `ddp:fp16`, or `ddp:powersgd:rank:start`, by default of rank 4 after 2 steps."""
-    torch = peers.join_gloo(rank, *case["addresses"])
+    torch = peers.join_gloo(rank, case["addresses"][0])
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     _, *hook = case["kind"].split(":")
@@ -198,35 +169,29 @@ def _train_torch(torch: Any, case: Mapping, rank: int, distribute: Callable[[Any
       rank: The rank.
       distribute: `distribute(network, optimizer)` returns the module that ranks train together.
     """
-    task, data, rows = delay_ranks.load(case)
+    task, (x, y), test, rows, clock = delay_ranks.load(case, rank)
     template = task.make_model(keras, case["seed"])
-    network = _make_network(torch, _FORWARD[case["task"]], template.get_weights())
-    optimizer = _make_optimizer(torch, network.parameters(), case)
+    network = _make_network(torch, template.get_weights())
+    optimizer = _make_optimizer(torch, network.parameters(), case["optimizer"])
     model = distribute(network, optimizer)
-    share_of_rate = functools.partial(_share_of_rate, case["schedule"], len(rows))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, share_of_rate)
-    loss_of = torch.nn.CrossEntropyLoss()
-    x, y = (torch.from_numpy(part) for part in data.train)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / len(rows))) / 2)
+    x, y = torch.from_numpy(x), torch.from_numpy(y).long()
 
     def get_weights() -> list[np.ndarray]:
         return [parameter.detach().numpy().copy() for parameter in network.parameters()]
 
-    clock = delay_ranks.Clock(case["evaluate_every"] if rank == 0 else None)
-    durations = _step_durations(case, rank)
-    for chosen in torch.from_numpy(_own(rows, rank, case["world_size"])):
-        begin = time.monotonic()
-        optimizer.zero_grad()
-        loss = loss_of(model(x[chosen]), y[chosen].long())
-        time.sleep(max(0.0, next(durations) - _PASSES * (time.monotonic() - begin)))
-        loss.backward()
-        optimizer.step()
+    def ended() -> None:
         schedule.step()
         clock.step(get_weights)
-    return _evaluated(template, get_weights(), clock, data.test, rank)
+
+    batches = ((x[chosen], y[chosen]) for chosen in torch.from_numpy(_own(rows, rank, case["world_size"])))
+    peers.train_torch(model, optimizer, batches, ended, durations=_step_durations(case, rank))
+    return delay_ranks.evaluated(template, get_weights(), clock, test, rank)
 
 
-def _make_network(torch: Any, forward: Callable, weights: Sequence[np.ndarray]) -> Any:
-    """Returns a module with these parameters, in this order."""
+def _make_network(torch: Any, weights: Sequence[np.ndarray]) -> Any:
+    """Returns a module with these parameters, in this order: convolutions, and dense layers."""
+    functional = torch.nn.functional
 
     class Network(torch.nn.Module):
         def __init__(self):
@@ -234,42 +199,20 @@ def _make_network(torch: Any, forward: Callable, weights: Sequence[np.ndarray]) 
             self.values = torch.nn.ParameterList(torch.nn.Parameter(torch.from_numpy(each)) for each in weights)
 
         def forward(self, x):
-            return forward(torch.nn.functional, x, list(self.values))
+            pairs = list(zip(self.values[::2], self.values[1::2], strict=True))
+            for kernel, bias in pairs[:-1]:
+                if kernel.ndim == 4:
+                    x = functional.conv2d(x.permute(0, 3, 1, 2), kernel.permute(3, 2, 0, 1), bias)
+                    x = functional.max_pool2d(functional.relu(x), 2).permute(0, 2, 3, 1)
+                else:
+                    x = functional.relu(x.flatten(1) @ kernel + bias)
+            kernel, bias = pairs[-1]
+            return x @ kernel + bias
 
     return Network()
 
 
-def _make_optimizer(torch: Any, parameters: Any, case: Mapping) -> Any:
-    """Returns the optimizer of a case, with the defaults of Keras's."""
-    if case["optimizer"] == "sgd":
-        return torch.optim.SGD(parameters, case["learning_rate"], momentum=delay_ranks.MOMENTUM)
-    return torch.optim.AdamW(parameters, case["learning_rate"], eps=1e-7, weight_decay=0.004)
-
-
-def _share_of_rate(schedule: str, num_steps: int, step: int) -> float:
-    """Returns the factor of the learning rate, as in Keras's schedule."""
-    return (1 + math.cos(math.pi * step / num_steps)) / 2 if schedule == delay_ranks.COSINE else 1.0
-
-
-def _dense(functional: Any, x: Any, values: Sequence) -> Any:
-    """Dense layers, the last of them without an activation."""
-    pairs = list(zip(values[::2], values[1::2], strict=True))
-    for kernel, bias in pairs[:-1]:
-        x = functional.relu(x @ kernel + bias)
-    kernel, bias = pairs[-1]
-    return x @ kernel + bias
-
-
-def _perceptron(functional: Any, x: Any, values: Sequence) -> Any:
-    return _dense(functional, x.flatten(1), values)
-
-
-def _cnn(functional: Any, x: Any, values: Sequence) -> Any:
-    x = x.permute(0, 3, 1, 2)
-    for kernel, bias in (values[:2], values[2:4]):
-        x = functional.relu(functional.conv2d(x, kernel.permute(3, 2, 0, 1), bias))
-        x = functional.max_pool2d(x, 2)
-    return _dense(functional, x.permute(0, 2, 3, 1).flatten(1), values[4:])
-
-
-_FORWARD: Mapping[str, Callable] = {"perceptron": _perceptron, "digits": _perceptron, "cnn": _cnn}
+def _make_optimizer(torch: Any, parameters: Any, name: str) -> Any:
+    """Returns an optimizer with the defaults of Keras's."""
+    options = {"eps": 1e-7, "weight_decay": 0.004} if name == "AdamW" else delay_ranks.OPTIMIZERS[name]
+    return getattr(torch.optim, name)(parameters, delay_ranks.RATES[name], **options)

@@ -1,4 +1,4 @@
-"""Other libraries for comparison: checks for their packages, and setups of their ranks.
+"""Other libraries for comparison: checks for their packages, setups of their ranks, and PyTorch's training.
 
 PyTorch is the package `torch`. MultiWorkerMirroredStrategy trains only under the package `tf_keras`, because Keras 3
 does not support it.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import itertools
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import psutil
@@ -54,6 +56,48 @@ def join_gloo(rank: int, addresses: Sequence[str]) -> Any:
     return torch
 
 
+def dense(torch: Any, *sizes: int) -> Any:
+    """Returns PyTorch's module of dense layers between vectors of these sizes, the last without an activation."""
+    pairs = itertools.pairwise(sizes)
+    return torch.nn.Sequential(*[layer for pair in pairs for layer in (torch.nn.Linear(*pair), torch.nn.ReLU())][:-1])
+
+
+def train_torch(
+    model: Any,
+    optimizer: Any,
+    batches: Iterable[tuple[Any, Any]],
+    ended: Callable[[], None],
+    *,
+    durations: Iterable[float] = (),
+    average: Callable[[], None] = lambda: None,
+) -> None:
+    """Trains a classifier with PyTorch.
+
+    If computation is emulated, the rank sleeps between the two passes, as if the backward pass took twice as long as
+    the forward pass.
+
+    Args:
+      model: The module, which returns logits.
+      optimizer: Its optimizer.
+      batches: Inputs and labels of each step.
+      ended: Called when a step has ended.
+      durations: Least duration of each step. Default: none.
+      average: Called between the backward pass and the optimizer's step.
+    """
+    import torch
+
+    loss_of = torch.nn.CrossEntropyLoss()
+    for (x, y), duration in zip(batches, durations or itertools.repeat(0.0), strict=False):
+        begin = time.monotonic()
+        optimizer.zero_grad()
+        loss = loss_of(model(x), y)
+        time.sleep(max(0.0, duration - _PASSES * (time.monotonic() - begin)))
+        loss.backward()
+        average()
+        optimizer.step()
+        ended()
+
+
 def join_torchft(rank: int, addresses: Sequence[str], lighthouses: Sequence[str]) -> tuple[Any, Any]:
     """Makes torchft's manager of a rank that is a replica of its own; returns the package `torch`, and the manager.
 
@@ -63,23 +107,25 @@ def join_torchft(rank: int, addresses: Sequence[str], lighthouses: Sequence[str]
       lighthouses: The same with other ports. The first one is that of the lighthouse.
     """
     import torch
-    import torchft.coordination
 
     torch.set_num_threads(1)
-    (host, port), world_size = _split(addresses[rank]), len(addresses)
+    host, port = _split(addresses[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = _interface(host)
     if rank == 0:
-        bind = f"[::]:{_split(lighthouses[0])[1]}"
-        lighthouse = torchft.coordination.LighthouseServer(bind=bind, min_replicas=world_size, join_timeout_ms=1000)
-        _KEPT.append(lighthouse)
-    arguments = {
-        "lighthouse_addr": f"http://{lighthouses[0]}",
-        "min_replica_size": world_size,
-        "use_async_quorum": False,
-    }
+        _KEPT.append(make_lighthouse(len(addresses), _split(lighthouses[0])[1]))
     timeout = datetime.timedelta(minutes=10)
-    arguments |= {"load_state_dict": None, "state_dict": None, "init_sync": False}  # All have the same weights.
-    return torch, make_manager(rank, host, port, timeout, quorum_timeout=timeout, **arguments)
+    about = {"lighthouse_addr": f"http://{lighthouses[0]}", "min_replica_size": len(addresses)}
+    about |= {"quorum_timeout": timeout, "use_async_quorum": False}
+    about |= {"load_state_dict": None, "state_dict": None, "init_sync": False}  # All have the same weights.
+    return torch, make_manager(rank, host, port, timeout, **about)
+
+
+def make_lighthouse(min_replicas: int, port: int = 0, **settings: int) -> Any:
+    """Returns the server at which torchft's ranks meet, at any free port if `port` is 0."""
+    import torchft.coordination
+
+    about = {"min_replicas": min_replicas, "join_timeout_ms": 1000, **settings}
+    return torchft.coordination.LighthouseServer(f"[::]:{port}", **about)
 
 
 def make_manager(rank: int, host: str, port: int, timeout: datetime.timedelta, **arguments: Any) -> Any:
@@ -131,6 +177,7 @@ def join_hivemind(rank: int, addresses: Sequence[str], stores: Sequence[str]) ->
     return torch, hivemind, dht, leave
 
 
+_PASSES = 3  # A backward pass takes as long as two forward passes.
 _KEPT: list[Any] = []  # The servers of this process.
 
 

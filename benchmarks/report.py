@@ -4,7 +4,7 @@
     python benchmarks/report.py --size=full      # hours
     python benchmarks/report.py --size=quick     # some minutes; writes no page, fails if a row is worse than on it
 
-Every experiment is a benchmark of this folder, in a process of its own. `report_experiments.py` has the list. What was
+Every experiment is a benchmark of this folder, in a process of its own. `report.toml` has the list. What was
 measured stays in --output (by default build/report). After an interruption, the next call with the same commit, and
 without changes, goes on with the next experiment.
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import os
 import pathlib
@@ -32,18 +31,18 @@ import textwrap
 import time
 from collections.abc import Sequence
 
+import peers
 import psutil
-import report_experiments
 import report_page
-import report_rows
+import report_table
 import results
 from absl import app, flags
-from report_experiments import Experiment
 from report_page import Measurements, Report, Value
+from report_table import Experiment
 
 from hop_tf.tools.testing import network
 
-_SIZE = flags.DEFINE_enum("size", report_experiments.SMALL, report_experiments.SIZES, "How much is measured.")
+_SIZE = flags.DEFINE_enum("size", report_table.SMALL, report_table.SIZES, "How much is measured.")
 _ONLY = flags.DEFINE_list("only", None, "Measures only these experiments, and writes no page.")
 _DOCS = flags.DEFINE_string("docs", None, "The folder of the page. Default: docs of this checkout.")
 _TIMEOUT_MINUTES = flags.DEFINE_float("timeout_minutes", 15.0, "Limit of an experiment of the small report.")
@@ -72,22 +71,20 @@ def _commit() -> str:
 
 def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | None:
     """Runs an experiment, unless it has ended before. Returns the reason if it has failed."""
-    done, command = folder / "done.json", experiment.command(_SIZE.value)
-    key = {"commit": commit, "command": command, "surroundings": _surroundings()}
+    done, command = folder / "done.json", experiment.words(_SIZE.value)
+    # What decides which rows can be measured.
+    surroundings = [*_versions(), os.environ.get("KERAS_HOME", ""), str(network.available())]
+    key = {"commit": commit, "command": command, "surroundings": surroundings}
     if not commit.endswith(_CHANGED) and done.exists() and json.loads(done.read_text()) == key:
         print(f"{experiment.name}: measured before", flush=True)
         return None
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     script, *arguments = command
-    minutes = _TIMEOUT_MINUTES.value * (_FULL_TIMES if _SIZE.value == report_experiments.FULL else 1)
+    minutes = _TIMEOUT_MINUTES.value * (_FULL_TIMES if _SIZE.value == report_table.FULL else 1)
     with open(folder / "log.txt", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, _BENCHMARKS / script, *arguments, f"--output={folder}"],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        command = [sys.executable, _BENCHMARKS / script, *arguments, f"--output={folder}"]
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait(60 * minutes)
         except subprocess.TimeoutExpired:
@@ -98,11 +95,6 @@ def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | Non
         return f"It ended with exit code {code}; {folder}/log.txt has its output."
     done.write_text(json.dumps(key))
     return None
-
-
-def _surroundings() -> list[str]:
-    """Returns what decides which rows can be measured: versions, data, and the reason against an emulated network."""
-    return [*_versions(), os.environ.get("KERAS_HOME", ""), str(network.available())]
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -148,7 +140,7 @@ def _versions() -> list[str]:
 
 def _facts(commit: str) -> list[str]:
     memory = psutil.virtual_memory().total / 2**30
-    missing = [package for package in _PEERS if importlib.util.find_spec(package) is None]
+    missing = [package for package in _PEERS if not peers.is_installed(package)]
     machine = (
         f"{psutil.cpu_count()} processors ({platform.machine()}), {memory:.0f} GiB, {platform.system()}, Python "
         f"{platform.python_version()}, {', '.join(_versions())}."
@@ -163,31 +155,28 @@ def _facts(commit: str) -> list[str]:
     ]
 
 
-def _values_before(path: pathlib.Path) -> dict[str, Value]:
-    if not path.exists():
-        return {}
-    return {name: Value(**each) for name, each in json.loads(path.read_text())["rows"].items()}
-
-
 def main(argv: Sequence[str]) -> None:
     """Measures, and writes or compares."""
     del argv
     commit = _commit()
-    names = [experiment.name for experiment in report_experiments.EXPERIMENTS]
+    names = [experiment.name for experiment in report_table.EXPERIMENTS]
     if unknown := set(_ONLY.value or ()).difference(names):
         raise app.UsageError(f"--only must be among {', '.join(names)}. Received: {sorted(unknown)}.")
     docs = pathlib.Path(_DOCS.value) if _DOCS.value else _BENCHMARKS.parent / "docs"
     experiments = [
         each
-        for each in report_experiments.EXPERIMENTS
-        if each.command(_SIZE.value) is not None and (_ONLY.value is None or each.name in _ONLY.value)
+        for each in report_table.EXPERIMENTS
+        if each.words(_SIZE.value) is not None and (_ONLY.value is None or each.name in _ONLY.value)
     ]
     measurements, problems = _measure(experiments, commit)
     measured = {experiment.name for experiment in experiments}
-    rows = [row for row in report_rows.ROWS if row.section in measured]
+    rows = [row for row in report_table.ROWS if row.section in measured]
     values = {row.name: value for row in rows if (value := measurements.value(row)) is not None}
-    report = Report(_SIZE.value, experiments, rows, values, _values_before(docs / "results.json"), problems)
-    if _SIZE.value == report_experiments.QUICK or _ONLY.value is not None:
+    path = docs / "results.json"
+    raw = json.loads(path.read_text())["rows"] if path.exists() else {}
+    before = {name: Value(**each) for name, each in raw.items()}
+    report = Report(_SIZE.value, experiments, rows, values, before, problems)
+    if _SIZE.value == report_table.QUICK or _ONLY.value is not None:
         _compare(report)
     else:
         _write(report, measurements, commit, docs)
@@ -195,7 +184,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _write(report: Report, measurements: Measurements, commit: str, docs: pathlib.Path) -> None:
     docs.mkdir(parents=True, exist_ok=True)
-    drawn = [each.name for each in report_rows.PICTURES if report_page.draw(each, measurements, docs / "pictures")]
+    drawn = [each.name for each in report_table.PICTURES if report_page.draw(each, measurements, docs / "pictures")]
     (docs / "results.md").write_text(report.page(_facts(commit), drawn))
     raw = {
         "commit": commit,

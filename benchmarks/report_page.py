@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import pathlib
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import report_experiments
-import report_rows
+import report_table
 import results
-from report_experiments import Experiment
-from report_rows import Picture, Row
+from report_table import Experiment, Picture, Row
 
 # The spread of a value that was measured once, and the largest spread that is compared with, as parts of it.
 _SPREAD_OF_ONE, _MOST = 0.1, 0.25
@@ -58,23 +58,17 @@ class Measurements:
         self._found = {
             (name, quantity, case): np.array(values)
             for name, folder in folders.items()
-            for quantity, case, values in results.noted(folder)
+            for quantity, case, values in results.kept(folder)
         }
 
     def __call__(self, experiment: str, quantity: str, case: str) -> np.ndarray:
-        """Returns the values of all rounds.
+        """Returns the values of all rounds, and for the case "*" those of all cases.
 
         Raises:
           KeyError: If it was not measured.
         """
-        return self._found[experiment, quantity, case]
-
-    def all(self, experiment: str, quantity: str) -> np.ndarray:
-        """Returns the values of all cases.
-
-        Raises:
-          KeyError: If there is none.
-        """
+        if case != "*":
+            return self._found[experiment, quantity, case]
         found = [values for key, values in self._found.items() if key[:2] == (experiment, quantity)]
         if not found:
             raise KeyError(experiment, quantity)
@@ -83,7 +77,7 @@ class Measurements:
     def value(self, row: Row) -> Value | None:
         """Returns the value of a row, or None if a part of it was not measured, or has failed."""
         try:
-            values = row.value(self)
+            values = row.values(self)
         except KeyError:
             return None
         return None if np.any(np.isnan(values)) else Value.of(row, values)
@@ -92,13 +86,6 @@ class Measurements:
         """Returns all measurements, for the raw data beside the page."""
         names = ("experiment", "quantity", "case")
         return [{**dict(zip(names, key, strict=True)), "values": list(found)} for key, found in self._found.items()]
-
-
-def is_reached(row: Row, value: Value) -> bool:
-    """True if a value is as required, or if nothing is required."""
-    return (row.at_least is None or value.median >= row.at_least) and (
-        row.at_most is None or value.median <= row.at_most
-    )
 
 
 def is_worse(row: Row, value: Value, before: Value) -> bool:
@@ -136,7 +123,7 @@ class Report:
     @property
     def lost(self) -> list[Row]:
         """The rows that were measured before. The quick report leaves out some on purpose, and has none."""
-        if self.size == report_experiments.QUICK:
+        if self.size == report_table.QUICK:
             return []
         return [row for row in self.rows if row.name in self.before and row.name not in self.values]
 
@@ -148,14 +135,13 @@ class Report:
           drawn: Names of the pictures that were drawn.
         """
         measured = [row for row in self.rows if row.name in self.values]
-        missed = [row for row in measured if not is_reached(row, self.values[row.name])]
+        missed = [row for row in measured if not row.is_reached(self.values[row.name].median)]
         lines = ["# Results", "", *facts, ""]
         lines += [f"{len(measured) - len(missed)} of {len(measured)} measured values are as required.", ""]
         if self.worse:
             lines += ["Worse than in the report before, by more than the spread:", ""]
-            lines += [
-                f"- {row.text}: {self.values[row.name]}, before {self.before[row.name]}" for row in self.worse
-            ] + [""]
+            lines += [f"- {row.text}: {self.values[row.name]}, before {self.before[row.name]}" for row in self.worse]
+            lines.append("")
         if self.lost:
             lines += ["Measured in the report before, but not now:", "", *(f"- {row.text}" for row in self.lost), ""]
         for experiment in self.experiments:
@@ -171,34 +157,30 @@ class Report:
             yield _TITLES
             yield from (_line(row, self.values.get(row.name)) for row in rows)
             yield ""
-        missed = [row for row in rows if row.name in self.values and not is_reached(row, self.values[row.name])]
+        missed = [row for row in rows if row.name in self.values and not row.is_reached(self.values[row.name].median)]
         for why in dict.fromkeys(row.why for row in missed if row.why):
             yield from (why, "")
-        for picture in report_rows.PICTURES:
+        for picture in report_table.PICTURES:
             if picture.section == experiment.name and picture.name in drawn:
                 yield from (f"![{picture.title}](pictures/{picture.name}.png)", "")
-        yield from (f"`python benchmarks/{shlex.join(experiment.command(self.size))}`", "")
+        yield from (f"`python benchmarks/{shlex.join(experiment.words(self.size))}`", "")
 
 
 def _line(row: Row, value: Value | None) -> str:
     required = f"at least {row.at_least:g}" if row.at_least is not None else f"at most {row.at_most:g}"
     if value is None:
         return f"| {row.text} | not measured | {required} | {row.paper} | |"
-    return f"| {row.text} | {value} | {required} | {row.paper} | {'' if is_reached(row, value) else '**missed**'} |"
+    return (
+        f"| {row.text} | {value} | {required} | {row.paper} | {'' if row.is_reached(value.median) else '**missed**'} |"
+    )
 
 
 def draw(picture: Picture, measurements: Measurements, folder: pathlib.Path) -> bool:
     """Draws a picture of the bars that were measured. Returns False if there are none. Needs Matplotlib."""
-    groups = {}
-    for group, bars in picture.groups.items():
-        found = {}
-        for label, *key in bars:
-            try:
-                found[label] = float(np.median(measurements(*key)))
-            except KeyError:
-                continue
-        if found:
-            groups[group] = found
+    groups: dict[str, dict[str, float]] = {}
+    for (group, experiment), (label, case) in itertools.product(picture.groups.items(), picture.bars.items()):
+        with contextlib.suppress(KeyError):
+            groups.setdefault(group, {})[label] = np.median(measurements(experiment, picture.quantity, case))
     if not groups:
         return False
     import matplotlib
@@ -206,17 +188,14 @@ def draw(picture: Picture, measurements: Measurements, folder: pathlib.Path) -> 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, all_axes = pyplot.subplots(
-        1, len(groups), figsize=(1.5 + 3.2 * len(groups), 2.6), sharey=True, squeeze=False
-    )
+    size = (1.5 + 3.2 * len(groups), 2.6)
+    figure, all_axes = pyplot.subplots(1, len(groups), figsize=size, sharey=True, squeeze=False)
     labels = list(dict.fromkeys(label for found in groups.values() for label in found))
     for axes, (group, found) in zip(all_axes[0], groups.items(), strict=True):
         bars = axes.barh(labels, [found.get(label, np.nan) for label in labels], color=list(map(_color, labels)))
         axes.bar_label(bars, fmt="%.3g", padding=2, fontsize=8)
         axes.set(title=group)
         axes.margins(x=0.2)
-        axes.invert_yaxis()
-    all_axes[0][0].invert_yaxis()
     all_axes[0][0].set_ylim(len(labels) - 0.5, -0.5)
     figure.suptitle(picture.title, fontsize=10)
     figure.tight_layout()

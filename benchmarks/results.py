@@ -1,10 +1,10 @@
-"""Keeps what benchmarks measure, so that the report can be made from it."""
+"""Prints what benchmarks measure, and keeps it, so that the report can be made from it."""
 
 from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from absl import flags
@@ -14,29 +14,32 @@ OUTPUT = flags.DEFINE_string("output", None, "A folder that keeps what was measu
 _FILE = "measurements.jsonl"
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Returns the standard error of the mean of `values`; nan if there is only one value."""
-    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else np.nan
+def show(case: str, quantities: Mapping[str, float | Sequence[float]]) -> None:
+    """Prints the medians of a case, with half the distance between the extremes, and keeps all values in --output.
 
-
-def note(quantity: str, case: str, values: float | Sequence[float]) -> None:
-    """Adds a measurement to `measurements.jsonl` in --output, at once: a long benchmark may be aborted.
+    Values are kept at once, because a long benchmark may be aborted.
 
     Args:
-      quantity: Name of the quantity, with its unit.
       case: Name of what was measured.
-      values: The values, one for each round or seed. Members that take turns have the rounds in common.
+      quantities: By the name of each quantity, with its unit: the values, one for each round or seed. Members that
+        take turns have the rounds in common.
     """
+    values = {name: np.atleast_1d(each).astype(float) for name, each in quantities.items()}
+    shown = (
+        f"{name} {np.median(each):.4g}" + f" ± {np.ptp(each) / 2:.2g}" * (each.size > 1)
+        for name, each in values.items()
+    )
+    print(f"{case:40}  {',  '.join(shown)}", flush=True)
     if OUTPUT.value is None:
         return
     folder = pathlib.Path(OUTPUT.value)
     folder.mkdir(parents=True, exist_ok=True)
-    line = {"quantity": quantity, "case": case, "values": np.atleast_1d(values).astype(float).tolist()}
     with open(folder / _FILE, "a") as file:
-        file.write(json.dumps(line) + "\n")
+        for name, each in values.items():
+            file.write(json.dumps({"quantity": name, "case": case, "values": each.tolist()}) + "\n")
 
 
-def noted(folder: pathlib.Path) -> Iterator[tuple[str, str, list[float]]]:
+def kept(folder: pathlib.Path) -> Iterator[tuple[str, str, list[float]]]:
     """Yields quantity, case and values of each measurement in a folder."""
     path = folder / _FILE
     for line in path.read_text().splitlines() if path.exists() else ():

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import peers
 from sklearn.datasets import load_digits
 
-_SILENCE = datetime.timedelta(seconds=1)
-
-
-def make_lighthouse() -> Any:
-    """Returns the server at which ranks meet. It outlives them all."""
-    import torchft.coordination
-
-    milliseconds = int(1000 * _SILENCE.total_seconds())
-    return torchft.coordination.LighthouseServer(
-        "[::]:0", min_replicas=1, join_timeout_ms=milliseconds, quorum_tick_ms=20, heartbeat_timeout_ms=milliseconds
-    )
+SILENCE_MS = 1000
 
 
 def train(folder: str, num_steps: int, batch_size: int, step_seconds: float) -> tuple[float, str]:
@@ -40,7 +32,7 @@ def train(folder: str, num_steps: int, batch_size: int, step_seconds: float) -> 
     torch.manual_seed(0)
     cluster = json.loads(os.environ["TF_CONFIG"])
     rank, world_size = cluster["task"]["index"], len(cluster["cluster"]["worker"])
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    model = peers.dense(torch, 64, 64, 10)
     inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
     def load(state: dict) -> None:
@@ -50,28 +42,34 @@ def train(folder: str, num_steps: int, batch_size: int, step_seconds: float) -> 
     def save() -> dict:
         return {"model": model.state_dict(), "optimizer": inner.state_dict()}
 
+    silence = datetime.timedelta(milliseconds=SILENCE_MS)
     states = {"load_state_dict": load, "state_dict": save}
-    manager = peers.make_manager(rank, "127.0.0.1", 0, _SILENCE, min_replica_size=1, **states)
-    optimizer = torchft.Optimizer(manager, inner)
+    manager = peers.make_manager(rank, "127.0.0.1", 0, silence, min_replica_size=1, **states)
     x, y = load_digits(return_X_y=True)
     x, y = torch.from_numpy((x / 16).astype(np.float32)), torch.from_numpy(y)
-    loss_of, rows = torch.nn.CrossEntropyLoss(), batch_size // world_size
-    while (step := manager.current_step()) < num_steps:
-        end = time.monotonic() + step_seconds
-        optimizer.zero_grad()
-        first = (step * batch_size + rank * rows) % (len(x) - rows)
-        loss = loss_of(model(x[first : first + rows]), y[first : first + rows])
-        time.sleep(max(0.0, end - time.monotonic()))
-        loss.backward()
-        # Its DistributedDataParallel (0.2.0) ends with an AssertionError if a peer is lost.
+    rows, step = batch_size // world_size, 0
+
+    def batches() -> Iterator[tuple[Any, Any]]:
+        nonlocal step
+        while (step := manager.current_step()) < num_steps:
+            first = (step * batch_size + rank * rows) % (len(x) - rows)
+            yield x[first : first + rows], y[first : first + rows]
+
+    def average() -> None:
+        # torchft's DistributedDataParallel (0.2.0) ends with an AssertionError if a peer is lost.
         gradients = [parameter.grad for parameter in model.parameters()]
         mean = torch.nn.utils.parameters_to_vector(gradients)
         manager.allreduce(mean).wait()
         torch.nn.utils.vector_to_parameters(mean, gradients)
-        optimizer.step()
+
+    def ended() -> None:
         if manager.current_step() > step:
             with open(pathlib.Path(folder, f"rank_{rank}"), "a") as file:
                 file.write(f"{time.time()} {rows}\n")
+
+    durations = itertools.repeat(step_seconds)
+    optimizer = torchft.Optimizer(manager, inner)
+    peers.train_torch(model, optimizer, batches(), ended, durations=durations, average=average)
     accuracy = float((model(x).argmax(1) == y).float().mean())
     weights = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
     manager.shutdown()

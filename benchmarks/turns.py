@@ -23,7 +23,50 @@ import hop_tf
 from hop_tf.tools.emulation import ComputeEmulation
 
 _TIMEOUT_SECONDS = 900.0  # Many ranks on few processors take minutes to start. Servers wait for earlier turns.
-_SHAT = "SHATParameterServerStrategy"
+
+
+def num_servers(call: str) -> int:
+    """Returns the number of further processes that a strategy needs: the parameter server of SHAT."""
+    return int(call.startswith("SHATParameterServerStrategy"))
+
+
+def join(
+    call: str,
+    rank: int,
+    addresses: Sequence[str],
+    num_workers: int,
+    *,
+    options: Mapping[str, Any] | None = None,
+    interfaces: Sequence[str] | None = None,
+) -> hop_tf.ExchangeStrategy | None:
+    """Makes the strategy of a rank.
+
+    Args:
+      call: The call that makes the strategy. It may use `interfaces`.
+      rank: The rank.
+      addresses: The "host:port" of each rank. Those behind the workers are for parameter servers.
+      num_workers: Number of workers.
+      options: Arguments of `CommunicationOptions`.
+      interfaces: The addresses of the rank's interfaces.
+
+    Returns:
+      The strategy. None for a parameter server when the workers have ended, and for a rank that the strategy does not
+      need.
+    """
+    call, *_ = call.split(" with ")  # `hop_tf plan` writes the number of servers behind that.
+    if rank >= num_workers + num_servers(call):
+        return None
+    peers.set_cluster(rank, addresses[:num_workers], addresses[num_workers:] if num_servers(call) else ())
+    options = hop_tf.CommunicationOptions(**{"timeout_seconds": _TIMEOUT_SECONDS, **(options or {})})
+    names = {
+        name: functools.partial(getattr(hop_tf, name), communication_options=options)
+        for name in hop_tf.__all__
+        if name.endswith("Strategy")
+    }
+    try:
+        return eval(call, {"hop_tf": hop_tf, "numpy": np, "interfaces": interfaces, **names})
+    except SystemExit:  # A server, when the workers are done.
+        return None
 
 
 def serve(measure: Callable[[Mapping, hop_tf.ExchangeStrategy], Any]) -> None:
@@ -33,32 +76,15 @@ def serve(measure: Callable[[Mapping, hop_tf.ExchangeStrategy], Any]) -> None:
 
 def _measure_all(measure: Callable, case: Mapping, rank: int) -> list:
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    return [_measure(measure, case, rank, *each) for each in zip(case["turns"], case["addresses"], strict=True)]
-
-
-def _measure(measure: Callable, case: Mapping, rank: int, turn: Mapping, addresses: Sequence[str]) -> Any:
-    num_workers = case["num_workers"]
-    call, *_ = turn["call"].split(" with ")  # As `hop_tf plan` writes it: with so many servers.
-    servers = addresses[num_workers:] if call.startswith(_SHAT) else []
-    if rank >= num_workers + len(servers):
-        return None
+    interfaces, found = case["interfaces"] and case["interfaces"][rank], []
     # Each turn has new addresses: no strategy meets an earlier one of another rank.
-    peers.set_cluster(rank, addresses[:num_workers], servers)
-    options = hop_tf.CommunicationOptions(**{"timeout_seconds": _TIMEOUT_SECONDS, **case["options"]})
-    names = {
-        name: functools.partial(getattr(hop_tf, name), communication_options=options)
-        for name in hop_tf.__all__
-        if name.endswith("Strategy")
-    }
-    names["interfaces"] = case["interfaces"] and case["interfaces"][rank]
-    try:
-        strategy = eval(call, {"hop_tf": hop_tf, "numpy": np, **names})
-    except SystemExit:  # A server, when the workers are done.
-        return None
-    try:
-        return measure(turn, strategy)
-    finally:
-        strategy.shutdown()
+    for turn, addresses in zip(case["turns"], case["addresses"], strict=True):
+        arguments = (turn["call"], rank, addresses, case["num_workers"])
+        strategy = join(*arguments, options=case["options"], interfaces=interfaces)
+        found.append(None if strategy is None else measure(turn, strategy))
+        if strategy is not None:
+            strategy.shutdown()
+    return found
 
 
 def run(
@@ -69,9 +95,7 @@ def run(
     *,
     compute: ComputeEmulation | None = None,
     options: Mapping[str, Any] | None = None,
-    environment: Mapping[str, str] | None = None,
-    timeout_seconds: float = 3600.0,
-    **emulation,
+    **about,
 ) -> list[list]:
     """Runs the turns. If any of them is SHAT's, a further process is the parameter server.
 
@@ -82,24 +106,20 @@ def run(
       link: See `ranks.run`.
       compute: Emulated computation, or None.
       options: Arguments of `CommunicationOptions`.
-      environment: Further variables of the environment.
-      timeout_seconds: Limit for all turns.
-      **emulation: See `ranks.run`.
+      **about: Further arguments of `ranks.run`.
 
     Returns:
       The results of all workers, for each turn.
     """
     turns = list(turns)
-    num_servers = int(any(turn["call"].startswith(_SHAT) for turn in turns))
     of_ranks = ranks.run(
         script,
-        {"turns": turns, "num_workers": num_workers, "options": dict(options or {})},
-        num_workers + num_servers,
+        {"turns": turns, "num_workers": num_workers, "options": options},
+        num_workers + max(num_servers(turn["call"]) for turn in turns),
         link,
         num_ports=len(turns),
-        environment={**(compute.to_environment() if compute else {}), **(environment or {})},
-        timeout_seconds=timeout_seconds,
-        **emulation,
+        environment=compute.to_environment() if compute else None,
+        **{"timeout_seconds": 4 * 3600.0, **about},
     )
     return [list(of_turn) for of_turn in zip(*of_ranks[:num_workers], strict=True)]
 
@@ -161,3 +181,26 @@ def fit(
     flush_seconds = time.monotonic() - times[-1]
     first = max(0, min(warmup - 1, len(times) - 2))
     return Steps(np.array(times[first:]), reports[first], reports[-1], flush_seconds)
+
+
+class _Vector(keras.layers.Layer):
+    """Parameters in four parts, whose gradient costs next to nothing."""
+
+    def __init__(self, num_values: int):
+        super().__init__()
+        self.num_values = num_values
+
+    def build(self, input_shape):
+        size = self.num_values // 4
+        self.parts = [self.add_weight(shape=(size,), initializer="zeros", name=f"part{i}") for i in range(4)]
+
+    def call(self, x):
+        return x + tf.add_n([tf.reduce_sum(part) for part in self.parts])
+
+
+def fit_vector(turn: Mapping, strategy: hop_tf.ExchangeStrategy) -> Steps:
+    """Trains a model that computes next to nothing. The turn has `num_values`, `num_steps`, and `warmup`."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), _Vector(turn["num_values"])])
+        model.compile(keras.optimizers.SGD(0.0, momentum=turn.get("momentum", 0.0)), "mse")
+    return fit(strategy, model, turn["num_steps"], warmup=turn["warmup"])

@@ -16,7 +16,7 @@ class ScaleTest(tf.test.TestCase):
         folder = self.enterContext(tempfile.TemporaryDirectory())
         with flagsaver.flagsaver((results.OUTPUT, folder), smallest=2, largest=4):
             benchmark_scale.main(None)
-        noted = {(case, title): value for title, case, (value,) in results.noted(pathlib.Path(folder))}
+        noted = {(case, title): value for title, case, (value,) in results.kept(pathlib.Path(folder))}
         cases = sorted({case for case, _ in noted})
         self.assertLen(cases, 14)
         for case in cases:

@@ -8,15 +8,13 @@ from unittest import mock
 
 import numpy as np
 import report
-import report_experiments
 import report_page
-import report_rows
+import report_table
 import results
 from absl import flags
 from absl.testing import absltest, flagsaver, parameterized
-from report_experiments import Experiment
 from report_page import Measurements, Report, Value
-from report_rows import Row
+from report_table import Experiment, Row
 
 _SCRIPT = """
 import argparse, json, pathlib, sys, time
@@ -37,7 +35,7 @@ sys.exit(7 if arguments.fails else 0)
 
 
 def _row(**arguments):
-    return Row("it", "one", "Seconds of it", lambda at: at("one", "seconds", "it"), **arguments)
+    return Row("it", "one", "Seconds of it", "seconds[it]", **arguments)
 
 
 class ReportTest(parameterized.TestCase):
@@ -50,13 +48,13 @@ class ReportTest(parameterized.TestCase):
             flags.FLAGS.mark_as_parsed()
         self.enter_context(mock.patch.object(report, "_BENCHMARKS", self.folder))
         self.enter_context(mock.patch.object(report, "_commit", lambda: "a commit"))
-        self.enter_context(mock.patch.object(report_rows, "ROWS", [_row(at_least=1.0)]))
-        self.enter_context(mock.patch.object(report_rows, "PICTURES", []))
+        self.enter_context(mock.patch.object(report_table, "ROWS", [_row(at_least=1.0)]))
+        self.enter_context(mock.patch.object(report_table, "PICTURES", []))
 
     def run_report(self, *arguments, size="small", timeout_minutes=1.0, **of_experiment):
-        experiment = Experiment("one", "One", "script.py", arguments, quick=[], **of_experiment)
+        experiment = Experiment("one", "One", " ".join(["script.py", *arguments]), quick="", **of_experiment)
         with (
-            mock.patch.object(report_experiments, "EXPERIMENTS", [experiment]),
+            mock.patch.object(report_table, "EXPERIMENTS", [experiment]),
             flagsaver.flagsaver(
                 (report._SIZE, size),
                 (report._TIMEOUT_MINUTES, timeout_minutes),
@@ -144,7 +142,7 @@ class ReportTest(parameterized.TestCase):
 
     def test_what_was_never_reached_is_missed(self):
         self.run_report()
-        with mock.patch.object(report_rows, "ROWS", [_row(at_most=1.0)]):
+        with mock.patch.object(report_table, "ROWS", [_row(at_most=1.0)]):
             page = self.run_report("--values=inf")
         self.assertIn("| Seconds of it | inf ± 0.00 | at most 1 |  | **missed** |", page)
         self.assertIn("- Seconds of it: inf ± 0.00, before 1.00", page)
@@ -177,7 +175,7 @@ class ReportTest(parameterized.TestCase):
     def test_what_was_not_a_number_was_not_measured(self):
         (self.folder / "one").mkdir()
         with flagsaver.flagsaver((results.OUTPUT, str(self.folder / "one"))):
-            results.note("seconds", "it", [1.0, np.nan])
+            results.show("it", {"seconds": [1.0, np.nan]})
         self.assertIsNone(Measurements({"one": self.folder / "one"}).value(_row(at_least=1.0)))
 
 
@@ -185,33 +183,46 @@ class HeadlinesTest(absltest.TestCase):
     """Experiments, rows and pictures refer to each other."""
 
     def test_names_occur_once(self):
-        for each in (report_experiments.EXPERIMENTS, report_rows.ROWS, report_rows.PICTURES):
+        for each in (report_table.EXPERIMENTS, report_table.ROWS, report_table.PICTURES):
             names = [item.name for item in each]
             self.assertLen(set(names), len(names))
 
     def test_sections_are_experiments(self):
-        names = {experiment.name for experiment in report_experiments.EXPERIMENTS}
-        self.assertLessEqual({item.section for item in (*report_rows.ROWS, *report_rows.PICTURES)}, names)
-        self.assertEqual({row.section for row in report_rows.ROWS}, names)
+        names = {experiment.name for experiment in report_table.EXPERIMENTS}
+        self.assertLessEqual({item.section for item in (*report_table.ROWS, *report_table.PICTURES)}, names)
+        self.assertEqual({row.section for row in report_table.ROWS}, names)
 
     def test_rows_require_something(self):
-        for row in report_rows.ROWS:
+        for row in report_table.ROWS:
             self.assertNotEqual(row.at_least is None, row.at_most is None, row.name)
 
     def test_scripts_exist_and_know_the_flags(self):
-        for experiment in report_experiments.EXPERIMENTS:
-            script = pathlib.Path(report_page.__file__).with_name(experiment.script)
-            text = "\n".join(path.read_text() for path in script.parent.glob("*.py"))
-            for size in report_experiments.SIZES:
-                for argument in (experiment.command(size) or [script.name])[1:]:
+        for experiment in report_table.EXPERIMENTS:
+            for size in report_table.SIZES:
+                script, *arguments = experiment.words(size) or [experiment.command.split()[0]]
+                path = pathlib.Path(report_page.__file__).with_name(script)
+                self.assertTrue(path.exists(), script)
+                text = path.read_text() + path.with_name("results.py").read_text()
+                for argument in arguments:
                     flag = argument.removeprefix("--").partition("=")[0]
                     self.assertRegex(text, rf'DEFINE_\w+\(\s*"{flag}"', f"{experiment.name}: {argument}")
 
+    def test_values_are_expressions_of_quantities(self):
+        for row in report_table.ROWS:
+            asked = []
+
+            def measured(*key, asked=asked):
+                asked.append(key)
+                return np.ones(2)
+
+            self.assertTrue(np.all(np.isfinite(row.values(measured)) | (row.name == "step: time")), row.name)
+            self.assertEqual({section for section, *_ in asked}, {row.section}, row.name)
+
     def test_time_of_the_small_report(self):
-        minutes = dict.fromkeys(report_experiments.SIZES, 0.0)
-        for experiment in report_experiments.EXPERIMENTS:
-            for size in report_experiments.SIZES:
-                minutes[size] += experiment.minutes * (experiment.command(size) is not None)
+        minutes = dict.fromkeys(report_table.SIZES, 0.0)
+        for experiment in report_table.EXPERIMENTS:
+            for size in report_table.SIZES:
+                minutes[size] += experiment.minutes * (experiment.words(size) is not None)
         self.assertLessEqual(minutes["small"], 47)
 
 
