@@ -29,10 +29,14 @@ class Alternatives(Mean):
     def choose(self, index: int) -> None:
         """Makes this member compute the means from the next step on. Must be equal on all ranks."""
         if index != self._chosen:
-            lost = self._members[self._chosen].take_residuals()
-            if any(each.any() for each in lost):
-                self._lost = [old + new for old, new in zip(self._lost, lost, strict=True)] if self._lost else lost
+            lost = self.take_residuals()
+            self._lost = lost if any(each.any() for each in lost) else ()
             self._chosen = index
+
+    def take_residuals(self) -> list[np.ndarray]:
+        lost, self._lost = self._lost, ()
+        residuals = self._members[self._chosen].take_residuals()
+        return [old + new for old, new in zip(lost, residuals, strict=True)] if lost else residuals
 
     def mean(self, step: int, vectors: Sequence[np.ndarray], *arguments, **keywords) -> list[np.ndarray]:
         """See `Mean.mean`. A member counts its own steps, but errors and codecs use `step`."""

@@ -28,7 +28,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 
 from hop_tf import codecs
-from hop_tf.collectives import get_network
+from hop_tf.collectives import get_algorithm, get_network
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.membership.waiting import Interrupted
 from hop_tf.options import CommunicationOptions
@@ -146,6 +146,7 @@ class Training(abc.ABC):
             optimizer=weakref.ref(optimizer),
             trained=variables[: len(variables) - len(carried)],
             carried=DeltaTracker(carried, [variable.read_value() for variable in carried]),
+            get_algorithm=get_algorithm,
         )
 
     def _end_session(self):
@@ -759,7 +760,7 @@ def _canary(context):
 
 
 def _canary_synchronous(context):
-    return GradientExchange(context, [[1], [0, 2, 3]], [Way("mesh", codecs.Identity())])
+    return GradientExchange(context, [[1], [0, 2, 3]], ways=[Way("mesh", codecs.Identity())])
 
 
 class _HastyGradientExchange(GradientExchange):
@@ -768,7 +769,7 @@ class _HastyGradientExchange(GradientExchange):
 
 def _canary_synchronous_auto(context):
     ways = [Way(algorithm, codecs.Identity()) for algorithm in ("mesh", "ring", "bcube:3,1")]
-    return _HastyGradientExchange(context, [[1], [0, 2, 3, 4]], ways)
+    return _HastyGradientExchange(context, [[1], [0, 2, 3, 4]], ways=ways)
 
 
 def _shat(consistency):
