@@ -38,6 +38,10 @@ _FUNCTIONS = {
     "GapsEncode": (_ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS),
     "GapsDecode": (_ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _INT, _ADDRESS),
     "SelectLarge": (_ADDRESS, _INT, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS),
+    "TimesVectors": (_ADDRESS, _SIZE, _SIZE, _ADDRESS, _SIZE, _ADDRESS),
+    "VectorsTimes": (_ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _ADDRESS),
+    "AddProduct": (_DOUBLE, _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE, _ADDRESS),
+    "Orthonormalize": (_ADDRESS, _SIZE, _SIZE),
     "BlockHash": (_ADDRESS, _SIZE, _ADDRESS, _ADDRESS),
     "ExchangeFrames": (_ADDRESS, _SIZE, _INT, _INT),
 }

@@ -12,7 +12,7 @@ Both means are all-reduces of factors, which the codec shortens further. e_i is 
 It becomes a part of E_i, because the next step has another P. The loss in P needs no memory, because any columns will
 do. Canary's paper factorizes by singular values. That costs more than the step it saves, and loses the smaller values.
 
-Each rank multiplies the factors itself. On processors of different kinds, products may differ in the last bit.
+Here a factor's columns are rows, [r, m] and [r, k].
 
 References:
   Vogels, Karimireddy, Jaggi. PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization. NeurIPS
@@ -28,6 +28,7 @@ import numpy as np
 
 from hop_tf.codecs import Codec, LowRank
 from hop_tf.collectives.mean import Mean
+from hop_tf.ops import low_rank
 from hop_tf.tensors import payloads
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing, TensorSpec
@@ -57,7 +58,7 @@ class LowRankMean(Mean):
         specs = [packing.specs[index] for index in self._kernels]
         self._rest = packing.part(self._others)
         self._p, self._q = (
-            Packing([TensorSpec(spec.name, (spec.shape[axis], codec.rank), spec.dtype) for spec in specs], packing)
+            Packing([TensorSpec(spec.name, (codec.rank, spec.shape[axis]), spec.dtype) for spec in specs], packing)
             for axis in (0, 1)
         )
         self._reductions = [
@@ -117,21 +118,31 @@ class LowRankMean(Mean):
         self._scatter(means, result)
         if not self._kernels:
             return result
-        matrices = [
-            self._matrix(buckets, kernel) + lost for kernel, lost in zip(self._kernels, self._lost, strict=True)
-        ]
-        products = [matrix @ basis for matrix, basis in zip(matrices, self._basis, strict=True)]
-        bases = [_orthonormal(each) for each in self._factors(self._p, mean(p, _joined(self._p, products)))]
-        own = [matrix.T @ basis for matrix, basis in zip(matrices, bases, strict=True)]
+        matrices = self._corrected(buckets)
+        products = [low_rank.times_vectors(*each) for each in zip(matrices, self._basis, strict=True)]
+        bases = self._factors(self._p, mean(p, _joined(self._p, products)))
+        for basis in bases:
+            if np.isfinite(basis).all():
+                low_rank.orthonormalize(basis)
+        own = [low_rank.vectors_times(*each) for each in zip(bases, matrices, strict=True)]
         factors = self._factors(self._q, mean(q, _joined(self._q, own)))
         lost_factors = self._factors(self._q, q.take_residuals())
         for number, kernel in enumerate(self._kernels):
-            self._matrix(result, kernel)[:] = bases[number] @ factors[number].T
+            low_rank.add_product(bases[number], factors[number], self._matrix(result, kernel))
             if np.isfinite(factors[number]).all():  # Otherwise all ranks keep what they had.
                 sent = own[number] - lost_factors[number]
-                self._lost[number] = matrices[number] - bases[number] @ sent.T
+                low_rank.add_product(bases[number], sent, matrices[number], scale=-1.0)
+                self._lost[number] = matrices[number]
                 self._basis[number] = factors[number]
         return result
+
+    def _corrected(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Returns the kernels' values plus what earlier steps have lost, in memory of their own."""
+        corrected = []
+        for kernel, lost in zip(self._kernels, self._lost, strict=True):
+            total = self._pool.take(lost.nbytes).view(np.float32).reshape(lost.shape)
+            corrected.append(np.add(self._matrix(buckets, kernel), lost, out=total))
+        return corrected
 
     def begin_at(self, step: int) -> None:
         for reduction in self._reductions:
@@ -189,11 +200,6 @@ def _joined(packing: Packing, factors: Sequence[np.ndarray]) -> list[np.ndarray]
 
 
 def _first_basis(spec: TensorSpec, rank: int) -> np.ndarray:
-    """Q' of the first step, k x r: equal on all ranks."""
+    """Q' of the first step: equal on all ranks."""
     seed = zlib.crc32(spec.name.encode())
-    return np.random.default_rng(seed).normal(size=(spec.shape[1], rank)).astype(np.float32)
-
-
-def _orthonormal(matrix: np.ndarray) -> np.ndarray:
-    """Returns orthonormal columns that span the same space, or `matrix` itself if a value is not finite."""
-    return np.linalg.qr(matrix)[0] if np.isfinite(matrix).all() else matrix
+    return np.random.default_rng(seed).normal(size=(rank, spec.shape[1])).astype(np.float32)

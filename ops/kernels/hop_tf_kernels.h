@@ -196,6 +196,25 @@ typedef struct {
   int64_t num_bytes;
 } HopTfPiece;
 
+// Products of a row-major matrix, rows x columns, with `rank` vectors, each of them contiguous. The order of operations
+// is fixed, so the results are equal on all processors.
+
+// products[each] = matrix vectors[each]: vectors of `columns` values, products of `rows`.
+HOP_TF_EXPORT HopTfStatus HopTfTimesVectors(const float* matrix, int64_t rows, int64_t columns, const float* vectors,
+                                            int64_t rank, float* products);
+
+// products[each] = matrix^T vectors[each]: vectors of `rows` values, products of `columns`.
+HOP_TF_EXPORT HopTfStatus HopTfVectorsTimes(const float* vectors, int64_t rank, const float* matrix, int64_t rows,
+                                            int64_t columns, float* products);
+
+// matrix += scale * sum of left[each] right[each]^T: left vectors of `rows` values, right ones of `columns`.
+HOP_TF_EXPORT HopTfStatus HopTfAddProduct(double scale, const float* left, const float* right, int64_t rank,
+                                          int64_t rows, int64_t columns, float* matrix);
+
+// Makes vectors of `size` values orthogonal, and of length 1. Another vector takes the place of one in the span of those
+// before it; if there are `size` of these, 0.
+HOP_TF_EXPORT HopTfStatus HopTfOrthonormalize(float* vectors, int64_t rank, int64_t size);
+
 typedef struct {
   int32_t socket;
   int32_t is_outgoing;  // Else it is awaited.

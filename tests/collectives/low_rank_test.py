@@ -97,7 +97,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         gradients = self._draw(world_size, 5, true_rank=6)
         means = self._means(world_size, gradients, rank=2)
         memories = [np.zeros((_M, _K))] * world_size
-        q = np.random.default_rng(zlib.crc32(b"kernel")).normal(size=(_K, 2)).astype(np.float32)
+        q = np.random.default_rng(zlib.crc32(b"kernel")).normal(size=(2, _K)).astype(np.float32).T
         for step in range(5):
             values = [gradients[rank][step][1] + memory for rank, memory in enumerate(memories)]
             p = np.linalg.qr(np.mean([each @ q for each in values], axis=0))[0]
