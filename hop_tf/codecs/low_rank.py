@@ -32,7 +32,7 @@ class LowRank:
     `DTSStrategy`, and `CanaryStrategy` with consistency="bsp". The part of a value that factors lose is added to the
     value of the next round.
 
-    A mean takes three all-reduces after each other in place of one, and a rank's matrix products. So it is for slow
+    A mean takes two all-reduces after each other in place of one, and a rank's matrix products. So it is for slow
     links.
 
     Args:

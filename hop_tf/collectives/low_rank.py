@@ -8,9 +8,9 @@ One step of subspace iteration finds them, and begins with the result of the pre
     Q   = mean of M_i^T P
     E_i = M_i - P (M_i^T P - e_i)^T        the loss, which is added in the next step
 
-Both means are all-reduces of factors, which the codec shortens further. e_i is the loss of the codec in Q on rank i.
-It becomes a part of E_i, because the next step has another P. The loss in P needs no memory, because any columns will
-do. Canary's paper factorizes by singular values. That costs more than the step it saves, and loses the smaller values.
+Both means are all-reduces of factors, which the codec shortens further. All other values travel with P. e_i is the loss
+of the codec in Q on rank i. It becomes a part of E_i, because the next step has another P. Canary's paper factorizes by
+singular values. That costs more than the step it saves, and loses the smaller values.
 
 Here a factor's columns are rows, [r, m] and [r, k].
 
@@ -56,15 +56,14 @@ class LowRankMean(Mean):
         self._kernels = [index for index, spec in enumerate(packing.specs) if codec.factorizes(spec)]
         self._others = [index for index in range(len(packing.specs)) if index not in self._kernels]
         specs = [packing.specs[index] for index in self._kernels]
-        self._rest = packing.part(self._others)
-        self._p, self._q = (
-            Packing([TensorSpec(spec.name, (codec.rank, spec.shape[axis]), spec.dtype) for spec in specs], packing)
-            for axis in (0, 1)
+        p, q = (
+            [TensorSpec(spec.name, (codec.rank, spec.shape[axis]), spec.dtype) for spec in specs] for axis in (0, 1)
         )
+        self._first = Packing([*(packing.specs[index] for index in self._others), *p], packing)
+        self._second = Packing(q, packing)
         self._reductions = [
-            make_all_reduce("rest", self._rest, codec.codec),
-            make_all_reduce("p", self._p, codec.codec.with_error_feedback(False)),
-            make_all_reduce("q", self._q, codec.codec.with_error_feedback(True)),
+            make_all_reduce("p", self._first, codec.codec),
+            make_all_reduce("q", self._second, codec.codec.with_error_feedback(True)),
         ]
         self._lost = [np.zeros(spec.shape, np.float32) for spec in specs]
         self._basis = [_first_basis(spec, codec.rank) for spec in specs]
@@ -79,9 +78,8 @@ class LowRankMean(Mean):
         return sum(reduction.codec_seconds for reduction in self._reductions)
 
     def take_residuals(self) -> list[np.ndarray]:
-        rest = self._reductions[0]
         residuals = [np.zeros(size, np.float32) for size in self._packing.sizes]
-        self._scatter(rest.take_residuals(), residuals)
+        self._scatter(self._split(self._first, self._reductions[0].take_residuals()), residuals)
         for kernel, lost in zip(self._kernels, self._lost, strict=True):
             self._matrix(residuals, kernel)[:] = lost
             lost.fill(0)
@@ -102,7 +100,7 @@ class LowRankMean(Mean):
         """
         is_committed = False
 
-        def commit() -> None:  # A rank with one of the three means needs the other two over the same ranks.
+        def commit() -> None:  # A rank with the first mean needs the second one over the same ranks.
             nonlocal is_committed
             before_commit()
             is_committed = True
@@ -110,30 +108,29 @@ class LowRankMean(Mean):
         def mean(reduction: Mean, vectors: Sequence[np.ndarray]) -> list[np.ndarray]:
             return reduction.mean(step, vectors, delivers, commit, is_committed=is_committed, **arguments)
 
-        rest, p, q = self._reductions
-        result = [self._pool.take(values.nbytes).view(values.dtype) for values in buckets]
-        for values in result:
-            values.fill(0)
-        means = mean(rest, self._gather(buckets))
-        self._scatter(means, result)
-        if not self._kernels:
-            return result
+        p, q = self._reductions
         matrices = self._corrected(buckets)
         products = [low_rank.times_vectors(*each) for each in zip(matrices, self._basis, strict=True)]
-        bases = self._factors(self._p, mean(p, _joined(self._p, products)))
+        others = [buckets[bucket][where] for bucket, where in map(self._packing.place, self._others)]
+        means = self._split(self._first, mean(p, self._joined(self._first, [*others, *products])))
+        result = self._packing.take(self._pool)
+        for values in result:
+            values.fill(0)
+        self._scatter(means, result)
+        bases = means[len(others) :]
         for basis in bases:
             if np.isfinite(basis).all():
                 low_rank.orthonormalize(basis)
         own = [low_rank.vectors_times(*each) for each in zip(bases, matrices, strict=True)]
-        factors = self._factors(self._q, mean(q, _joined(self._q, own)))
-        lost_factors = self._factors(self._q, q.take_residuals())
+        factors = self._split(self._second, mean(q, self._joined(self._second, own)))
+        lost_factors = self._split(self._second, q.take_residuals())
         for number, kernel in enumerate(self._kernels):
             low_rank.add_product(bases[number], factors[number], self._matrix(result, kernel))
             if np.isfinite(factors[number]).all():  # Otherwise all ranks keep what they had.
                 sent = own[number] - lost_factors[number]
                 low_rank.add_product(bases[number], sent, matrices[number], scale=-1.0)
                 self._lost[number] = matrices[number]
-                self._basis[number] = factors[number]
+                self._basis[number] = factors[number].copy()
         return result
 
     def _corrected(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -165,38 +162,33 @@ class LowRankMean(Mean):
         for reduction in self._reductions:
             reduction.close()
 
-    def _gather(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the gradients that do not travel as factors, one vector for each bucket."""
-        gathered = [np.zeros(size, values.dtype) for size, values in zip(self._rest.sizes, buckets, strict=True)]
-        for number, index in enumerate(self._others):
-            (bucket, source), (_, target) = self._packing.place(index), self._rest.place(number)
-            gathered[bucket][target] = buckets[bucket][source]
-        return gathered
-
-    def _scatter(self, means: Sequence[np.ndarray], result: Sequence[np.ndarray]) -> None:
-        for number, index in enumerate(self._others):
-            (bucket, target), (_, source) = self._packing.place(index), self._rest.place(number)
-            result[bucket][target] = means[bucket][source]
+    def _scatter(self, values: Sequence[np.ndarray], result: Sequence[np.ndarray]) -> None:
+        """Writes the values of the tensors that do not travel as factors, which come first, to their places."""
+        for index, each in zip(self._others, values, strict=False):
+            bucket, where = self._packing.place(index)
+            result[bucket][where] = each.ravel()
 
     def _matrix(self, buckets: Sequence[np.ndarray], kernel: int) -> np.ndarray:
         bucket, where = self._packing.place(kernel)
         return buckets[bucket][where].reshape(self._packing.specs[kernel].shape)
 
-    def _factors(self, packing: Packing, means: Sequence[np.ndarray]) -> list[np.ndarray]:
-        places = [packing.place(index) for index in range(len(packing.specs))]
+    @staticmethod
+    def _joined(packing: Packing, values: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Packs arrays: one vector for each bucket."""
+        buckets = packing.zeros()
+        for index, each in enumerate(values):
+            bucket, where = packing.place(index)
+            buckets[bucket][where] = each.ravel()
+        return buckets
+
+    @staticmethod
+    def _split(packing: Packing, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The arrays in buckets, as views."""
+        places = map(packing.place, range(len(packing.specs)))
         return [
-            means[bucket][where].reshape(spec.shape).copy()
+            buckets[bucket][where].reshape(spec.shape)
             for (bucket, where), spec in zip(places, packing.specs, strict=True)
         ]
-
-
-def _joined(packing: Packing, factors: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Packs factors: one vector for each bucket."""
-    buckets = packing.zeros()
-    for index, factor in enumerate(factors):
-        bucket, where = packing.place(index)
-        buckets[bucket][where] = factor.ravel()
-    return buckets
 
 
 def _first_basis(spec: TensorSpec, rank: int) -> np.ndarray:

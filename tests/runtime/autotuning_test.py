@@ -79,7 +79,7 @@ class _World:
 
 
 class LowRankTest(parameterized.TestCase):
-    """Factors, which take three messages after each other, are a third codec."""
+    """Factors, which take twice as many messages, are a third codec."""
 
     _FACTORS, _FACTORS_RING = 4, 5
     _ALL_WAYS = (*_WAYS, Way("mesh", codecs.LowRank()), Way("ring", codecs.LowRank()))
