@@ -277,7 +277,7 @@ class OneDevice(Extended, one_device_strategy.OneDeviceExtended):
     """One replica on one device."""
 
     def _create_variable(self, next_creator, **kwargs):
-        if is_own(kwargs.get("name")):  # The strategy has placed it: counters, and what `tf.data` reads, on the CPU.
+        if is_own(kwargs.get("name")):  # The strategy places its own variables.
             return next_creator(**kwargs)
         return self.note_created(super()._create_variable(next_creator, **kwargs))
 

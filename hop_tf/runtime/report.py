@@ -230,7 +230,7 @@ class _StepState:
         return first, np.concatenate([steps, started, ready, done, waited], axis=1)
 
     def _read(self, first: int) -> tuple[int, np.ndarray]:
-        """The first step, from `first` on, that is known, and the rows from there on."""
+        """Returns the number of the first known step at or after `first`, and the rows from that step on."""
         num_starts = int(self._num_starts)
         first = max(first, num_starts - self._num_kept // 2, 0)
         return first, self._rows.sparse_read(np.arange(first, num_starts) % self._num_kept).numpy()

@@ -36,8 +36,8 @@ _HEADER = struct.Struct("<Iq")
 class CanarySession:
     """The methods of Table 3, over any transport. Use as a context manager.
 
-    Two ranks must call the collectives that both take part in in the same order. In between, each may call any number
-    of other collectives, such as those of other cubes. Ranks tell each other their calls: a different call is an error.
+    Two ranks must call the collectives that they share in the same order. In between, each may call any number of other
+    collectives, such as those of other cubes. Ranks tell each other their calls: a different call is an error.
     Ranks and iterations count from 0.
 
     Several sessions may follow each other on a transport, or run at the same time. The k-th session on a rank's

@@ -342,7 +342,7 @@ class DTSAlgorithm(Algorithm):
         return len(self._settings.delays) > 1
 
     def _begin_windows(self, step: tf.Tensor, window: tf.Tensor, width: tf.Tensor | None = None) -> None:
-        """Emits the operations that begin a schedule with this step, and this window. Default: the least delay."""
+        """Emits the operations that begin a schedule. Its width is D + 1; by default that of the least delay."""
         self._first_step.assign(step)
         self._first_window.assign(window)
         if self._settings.warmup_steps:

@@ -30,8 +30,8 @@ _CONSOLE_LINES = 10000
 class LineAssembler:
     """Turns a terminal's character stream into lines as they look in the end.
 
-    A progress bar rewrites its line with carriage returns and backspaces. Only the text at the end of the line becomes
-    a line. Colours and other escape sequences are left out, and a line of more than 64 KiB is broken.
+    A progress bar rewrites its line with carriage returns and backspaces. Only the text that stands there at the end
+    becomes a line. Colours and other escape sequences are left out, and a line of more than 64 KiB is broken.
     """
 
     def __init__(self):
