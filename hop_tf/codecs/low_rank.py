@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
+from hop_tf.codecs.sparse import Sparse
 from hop_tf.tensors.packing import TensorSpec
 
 # Other kernels travel as they are: those with fewer values, or with less reduction by factors.
@@ -32,6 +33,8 @@ class LowRank:
     `DTSStrategy`, and `CanaryStrategy` with consistency="bsp". The part of a value that factors lose is added to the
     value of the next round.
 
+    All ranks must have hop_tf's compiled kernels, or none: without them, means may differ in the last bit.
+
     A mean takes two all-reduces after each other in place of one, and a rank's matrix products. So it is for slow
     links.
 
@@ -41,7 +44,7 @@ class LowRank:
 
     Raises:
       TypeError: If `codec` is of another type.
-      ValueError: If `rank` is out of range, or there is no codec of that name.
+      ValueError: If `rank` is out of range, there is no codec of that name, or `codec` selects values.
     """
 
     name: ClassVar[str] = "low_rank"
@@ -52,6 +55,8 @@ class LowRank:
     def __post_init__(self):
         check_integer("rank", self.rank, at_least=1)
         object.__setattr__(self, "codec", get(self.codec))
+        if isinstance(self.codec, Sparse):
+            raise ValueError(f"`codec` must send something for every value. Received: codec={self.codec!r}.")
 
     @property
     def bytes_per_value(self) -> float:

@@ -4,7 +4,7 @@ The mean M of a kernel, m x k, goes as P Q^T, with P m x r and Q k x r: r (m + k
 One step of subspace iteration finds them, and begins with the result of the previous step:
 
     M_i = value of rank i + E_i
-    P   = mean of M_i Q', with Q' of the step before; then orthonormal columns
+    P   = mean of M_i Q', with Q' of the step before; both with orthonormal columns
     Q   = mean of M_i^T P
     E_i = M_i - P (M_i^T P - e_i)^T        the loss, which is added in the next step
 
@@ -21,8 +21,10 @@ References:
 
 from __future__ import annotations
 
+import contextlib
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -65,6 +67,7 @@ class LowRankMean(Mean):
             make_all_reduce("p", self._first, codec.codec),
             make_all_reduce("q", self._second, codec.codec.with_error_feedback(True)),
         ]
+        self._seconds = 0.0
         self._lost = [np.zeros(spec.shape, np.float32) for spec in specs]
         self._basis = [_first_basis(spec, codec.rank) for spec in specs]
 
@@ -75,7 +78,7 @@ class LowRankMean(Mean):
 
     @property
     def codec_seconds(self) -> float:
-        return sum(reduction.codec_seconds for reduction in self._reductions)
+        return self._seconds + sum(reduction.codec_seconds for reduction in self._reductions)
 
     def take_residuals(self) -> list[np.ndarray]:
         residuals = [np.zeros(size, np.float32) for size in self._packing.sizes]
@@ -109,29 +112,47 @@ class LowRankMean(Mean):
             return reduction.mean(step, vectors, delivers, commit, is_committed=is_committed, **arguments)
 
         p, q = self._reductions
-        matrices = self._corrected(buckets)
-        products = [low_rank.times_vectors(*each) for each in zip(matrices, self._basis, strict=True)]
-        others = [buckets[bucket][where] for bucket, where in map(self._packing.place, self._others)]
-        means = self._split(self._first, mean(p, self._joined(self._first, [*others, *products])))
-        result = self._packing.take(self._pool)
-        for values in result:
-            values.fill(0)
-        self._scatter(means, result)
-        bases = means[len(others) :]
-        for basis in bases:
-            if np.isfinite(basis).all():
+        with self._timed():
+            matrices = self._corrected(buckets)
+            products = [low_rank.times_vectors(*each) for each in zip(matrices, self._basis, strict=True)]
+            others = [buckets[bucket][where] for bucket, where in map(self._packing.place, self._others)]
+            vectors = self._joined(self._first, [*others, *products])
+        first = mean(p, vectors)
+        with self._timed():
+            means = self._split(self._first, first)
+            bases = means[len(others) :]
+            are_finite = all(np.isfinite(values).all() for values in first)
+            for basis in bases if are_finite else ():
                 low_rank.orthonormalize(basis)
-        own = [low_rank.vectors_times(*each) for each in zip(bases, matrices, strict=True)]
-        factors = self._split(self._second, mean(q, self._joined(self._second, own)))
-        lost_factors = self._split(self._second, q.take_residuals())
-        for number, kernel in enumerate(self._kernels):
-            low_rank.add_product(bases[number], factors[number], self._matrix(result, kernel))
-            if np.isfinite(factors[number]).all():  # Otherwise all ranks keep what they had.
-                sent = own[number] - lost_factors[number]
-                low_rank.add_product(bases[number], sent, matrices[number], scale=-1.0)
-                self._lost[number] = matrices[number]
-                self._basis[number] = factors[number].copy()
+            own = [low_rank.vectors_times(*each) for each in zip(bases, matrices, strict=True)]
+            vectors = self._joined(self._second, own)
+        second = mean(q, vectors)
+        with self._timed():
+            factors = self._split(self._second, second)
+            result = self._packing.take(self._pool)
+            for values in result:
+                values.fill(0)
+            self._scatter(means, result)
+            for number, kernel in enumerate(self._kernels):
+                low_rank.add_product(bases[number], factors[number], self._matrix(result, kernel))
+            lost = self._split(self._second, q.take_residuals())
+            if are_finite and all(np.isfinite(values).all() for values in second):  # Else all ranks keep what they had.
+                self._keep(matrices, bases, [mine - each for mine, each in zip(own, lost, strict=True)], factors)
         return result
+
+    def _keep(self, matrices: list, bases: Sequence, sent: Sequence, factors: Sequence) -> None:
+        """Keeps the values that this rank has not sent, and the factors from which the next step begins."""
+        for matrix, basis, mine in zip(matrices, bases, sent, strict=True):
+            low_rank.add_product(basis, mine, matrix, scale=-1.0)
+        self._lost, self._basis = matrices, [factor.copy() for factor in factors]
+        for basis in self._basis:  # Of length 1: otherwise P would be as small as the square of M.
+            low_rank.orthonormalize(basis)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
 
     def _corrected(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Returns the kernels' values plus what earlier steps have lost, in memory of their own."""

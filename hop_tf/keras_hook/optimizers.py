@@ -245,6 +245,11 @@ def is_adaptive(optimizer: Any) -> bool:
     return isinstance(innermost(optimizer), tuple(each for each in classes if each is not None))
 
 
+def is_sgd(optimizer: Any) -> bool:
+    """True if the optimizer is Keras's SGD, or derived from it."""
+    return isinstance(innermost(optimizer), keras.optimizers.SGD)
+
+
 def check_loss_scaling(optimizer: Any) -> None:
     """Raises ValueError if a `LossScaleOptimizer` accumulates gradients: it would do so after the exchange."""
     inner = innermost(optimizer)

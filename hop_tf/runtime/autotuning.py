@@ -396,17 +396,27 @@ class Autotuner:
         return None
 
     def _is_too_long(self, setting: Setting, tried: Sequence[Setting]) -> bool:
-        """True if a codec that was not tried yet cannot be chosen, because its bytes take too long.
+        """True if a codec that was not tried yet cannot be chosen with any width, because its bytes take too long.
 
         An exchange takes at least as large a part of the first way's as the codec sends of its bytes. Another algorithm
         may be faster, but not by far.
         """
         way, first = self.ways[setting.way], self.ways[0]
         period, exchange = self._results[self._settings[0]]
-        share = way.codec.bytes_per_value / first.codec.bytes_per_value
-        least = period - (1 - share) * exchange / self._interval_of(setting.width)
-        least *= 1 - WORTHWHILE if way.algorithm == first.algorithm else _MUCH_FASTER
-        return any(self._seconds(other) < least for other in tried)
+        computing = period - exchange / self._interval_of(self._widths[0])
+        exchange *= way.codec.bytes_per_value / first.codec.bytes_per_value
+
+        def least(width: int) -> float:
+            communicating = exchange / self._interval_of(width)
+            return computing + communicating if width == 1 else max(computing, communicating)
+
+        factor = 1 - WORTHWHILE if way.algorithm == first.algorithm else _MUCH_FASTER
+        narrow = self._widths[:1]
+        return all(
+            min(self._seconds(Setting(other.way, width)) for other in tried for width in widths)
+            < factor * min(map(least, widths))
+            for widths in (narrow, self._widths if self._may_widen else narrow)
+        )
 
     def _narrowed(self, setting: Setting) -> Setting:
         return Setting(setting.way, self._widths[0])

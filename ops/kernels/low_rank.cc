@@ -42,8 +42,7 @@ bool Reduce(const float* earlier, int64_t num_earlier, int64_t size, float* vect
   }
   const double after = std::sqrt(Dot<double>(vector, vector, size));
   if (after <= kLeastShare * before) return false;
-  const float scale = static_cast<float>(1 / after);
-  for (int64_t i = 0; i < size; ++i) vector[i] *= scale;
+  for (int64_t i = 0; i < size; ++i) vector[i] = static_cast<float>(vector[i] / after);
   return true;
 }
 

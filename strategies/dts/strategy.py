@@ -303,16 +303,17 @@ class DTSStrategy(ExchangeStrategy):
 def _refuse_combinations(given: DTSSettings, batch_shares: object, outer_optimizer: object) -> None:
     """Raises ValueError if arguments exclude each other."""
     codec, selects_or_steps = given.codec, given.selection is not None or outer_optimizer is not None
-    if given.skewed_shards and (selects_or_steps or batch_shares is not None):
+    is_partial = selects_or_steps or isinstance(codec, codecs.LowRank)  # Means lack a part of the changes.
+    if given.skewed_shards and (is_partial or batch_shares is not None):
         raise ValueError(
-            "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that selects values: "
+            "`skewed_shards` must be False with `batch_shares`, an `outer_optimizer`, or a codec that sends a part: "
             "correcting velocities takes the mean of all changes, with equal weights of ranks. Received: "
             f"skewed_shards=True, {batch_shares=}, {outer_optimizer=}, {codec=}."
         )
-    if given.corrects_momentum and (selects_or_steps or given.skewed_shards):
+    if given.corrects_momentum and (is_partial or given.skewed_shards):
         raise ValueError(
-            "`compensation` must not be 'momentum' with `skewed_shards`, an `outer_optimizer`, or a codec that selects "
-            "values: correcting velocities takes the plain mean of all changes. Received: compensation='momentum', "
+            "`compensation` must not be 'momentum' with `skewed_shards`, an `outer_optimizer`, or a codec that sends a "
+            "part: correcting velocities takes the plain mean of all changes. Received: compensation='momentum', "
             f"skewed_shards={given.skewed_shards}, {outer_optimizer=}, {codec=}."
         )
     if given.warmup_steps and (selects_or_steps or given.delay == AUTO):

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from hop_tf import codecs
-from hop_tf.keras_hook.optimizers import is_adaptive
+from hop_tf.keras_hook.optimizers import is_sgd
 from hop_tf.runtime.choosing import AUTO
 from hop_tf.runtime.gradients import GradientExchange, with_rows_first
 from hop_tf.runtime.group import ExchangeContext
@@ -86,8 +86,8 @@ class PipeSGDExchange(GradientExchange):
         # Without a replay, a rank has computed its weights with its own rate.
         adopts_rate = None if self.delay == 0 else settings.looks_ahead
         membership, specs = context.membership, context.packing.specs
-        # A part of each gradient comes later. Adaptive optimizers, which divide by its size, lose more accuracy then.
-        factorizes = not is_adaptive(context.optimizer())
+        # With factors, a part of each gradient comes later. Optimizers that divide by its size lose more accuracy then.
+        factorizes = is_sgd(context.optimizer())
         super().__init__(
             context,
             with_rows_first(_segments(context.packing, settings.num_segments), specs),

@@ -171,6 +171,31 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
                     self.assertAllClose(means[number, step][1].reshape(_M, _K), expected[1], atol=1e-4)
         self.assertEqual(num_taking_part, {2, 3})
 
+    def test_a_kernel_that_is_no_longer_trained_stays_finite(self):
+        """What it has lost is sent until nothing is left."""
+        kernel = self._draw(1, 1, true_rank=6)[0][0][1]
+        zeros = np.zeros(_K, np.float32)
+        gradients = [[(zeros, kernel)] + [(zeros, np.zeros_like(kernel))] * 150] * 2
+        means = self._means(2, gradients, rank=2)
+        for step in range(151):
+            self.assertTrue(np.isfinite(means[0, step][1]).all())
+        total = sum(means[0, step][1].astype(np.float64) for step in range(151)).reshape(_M, _K)
+        self.assertAllClose(total, kernel, atol=1e-4)
+
+    def test_a_step_that_is_not_finite_elsewhere_changes_nothing(self):
+        """Its mean may be left out on all ranks, so the loss of the kernel must stay."""
+        gradients = self._draw(2, 3, true_rank=6)
+        for rank in range(2):
+            bias, kernel = gradients[rank][1]
+            gradients[rank][1] = bias * (np.nan if rank else 1), kernel
+        with_step = self._means(2, gradients, rank=2)
+        without_step = self._means(2, [[each[0], each[2]] for each in gradients], rank=2)
+        self.assertAllClose(with_step[0, 2][1], without_step[0, 1][1], atol=1e-4)
+
+    def test_refuses_codecs_that_select(self):
+        with self.assertRaisesRegex(ValueError, "`codec` must send something for every value. Received: codec=TopK"):
+            codecs.LowRank(codec="top_k")
+
     def test_a_step_that_is_not_finite_changes_nothing(self):
         gradients = self._draw(2, 3, true_rank=2)
         gradients[1][1][1][5, 5] = np.inf

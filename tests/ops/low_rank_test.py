@@ -42,6 +42,13 @@ class LowRankTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose(found @ found.T, np.eye(4), atol=1e-5)
         self.assertAllClose((vectors @ found.T) @ found, vectors, rtol=1e-3, atol=1e-2)
 
+    @parameterized.product(is_native=(True, False), scale=(1e-38, 1e-20, 1e18))
+    def test_vectors_may_be_tiny_or_large(self, is_native, scale):
+        vectors = scale * np.random.default_rng(0).normal(size=(3, 50)).astype(np.float32)
+        with _implementation(is_native):
+            low_rank.orthonormalize(vectors)
+        self.assertAllClose(vectors @ vectors.T, np.eye(3), atol=1e-5)
+
     @parameterized.parameters(True, False)
     def test_others_take_the_place_of_vectors_that_depend_on_earlier_ones(self, is_native):
         """Zeros, multiples, and more vectors than dimensions."""

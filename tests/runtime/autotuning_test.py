@@ -84,6 +84,14 @@ class LowRankTest(parameterized.TestCase):
     _FACTORS, _FACTORS_RING = 4, 5
     _ALL_WAYS = (*_WAYS, Way("mesh", codecs.LowRank()), Way("ring", codecs.LowRank()))
 
+    @parameterized.parameters(((1,), False), ((1, 2), True))
+    def test_int8_is_tried_if_a_wider_pipe_might_hide_it(self, widths, is_tried):
+        """With a wider pipe, int8 would take 0.1 s. The factors take 0.11 s, or with a wider pipe 0.1 s, too."""
+        world = _World(0.1, (0.3, 0.08, 0.01)).begin(widths=widths, ways=self._ALL_WAYS[::2])
+        world.step(60)
+        self.assertEqual(world.setting, Setting(2, 1))
+        self.assertEqual(1 in {setting.way for setting in world.settings}, is_tried)
+
     @parameterized.parameters(
         # Links of 100 Mbit/s, and of 10: int8, or a ring, could not be better.
         (0.01, (0.26, 0.26, 0.08, 0.08, 0.015, 0.025), _FACTORS, {_MESH, _FACTORS, _FACTORS_RING}),

@@ -113,6 +113,8 @@ class WhatIf:
             return "the records do not tell the strategy's settings"
         if self.strategy not in _candidates_of:
             return f"{self.strategy} is not simulated"
+        if isinstance(self.settings.get("codec"), codecs.LowRank):
+            return "a codec of low rank is not simulated"
         if not self._world_size == self._num_processes > 1:
             return f"steps of {self._world_size} processes are recorded, in a job of {self._num_processes}"
         if self._num_steps < _LEAST_STEPS:

@@ -849,6 +849,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ({"warmup_steps": 5}, "`warmup_steps` must be 0 unless a `delay` is given"),
         ({"warmup_steps": 5, "delay": 4, "codec": "top_k"}, "`warmup_steps` must be 0 .*codec=TopK"),
         ({"skewed_shards": "yes"}, "`skewed_shards` must be .* Received: skewed_shards='yes'"),
+        ({"skewed_shards": True, "codec": "low_rank"}, "`skewed_shards` must be False with .* Received: .*LowRank"),
+        ({"compensation": "momentum", "codec": "low_rank"}, "`compensation` must not be 'momentum' with .*LowRank"),
         ({"skewed_shards": True, "codec": "top_k"}, "`skewed_shards` must be False with .* Received: .*codec=TopK"),
         ({"skewed_shards": True, "batch_shares": "auto"}, "`skewed_shards` must be False with .*batch_shares='auto'"),
         ({"delay": 1000, "interval": 10}, "at most 100 windows .* which make 101"),
