@@ -172,7 +172,7 @@ class LowRankMeanTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(num_taking_part, {2, 3})
 
     def test_a_kernel_that_is_no_longer_trained_stays_finite(self):
-        """What it has lost is sent until nothing is left."""
+        """Its loss is sent until nothing is left."""
         kernel = self._draw(1, 1, true_rank=6)[0][0][1]
         zeros = np.zeros(_K, np.float32)
         gradients = [[(zeros, kernel)] + [(zeros, np.zeros_like(kernel))] * 150] * 2
