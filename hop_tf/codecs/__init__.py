@@ -7,18 +7,18 @@ on every rank. `ErrorFeedback` can keep the loss of a lossy codec, and add it to
     Identity()                 4                 none
     Truncate16()               2                 below 2^-7 of each value (2^-8 with `round_to_nearest`)
     Int8(block_size=512)       1.008             at most 1/254 of the largest magnitude in each block
-    QuantileSketch()           1 (*)             relative root mean square 0.8 % on normally distributed values
+    QuantileSketch()           1 [1]             relative root mean square 0.8 % on normally distributed values
     Bits4(block_size=64)       0.53              relative root mean square 9 % on gradients
     Bits2(block_size=128)      0.28              for the values of TopK: their deviation from two magnitudes a block
     Sparse()                   5 per nonzero     none; 4 and the index, which takes 1 byte if one value in 100 is sent
-    TopK(ratio=0.01)           0.05 (**)         all but the largest 1 % of the values
-    TopK(values="bits2")       0.013 (**)        and the deviation of these
-    LowRank(rank=4)            0.03 (***)        all of a kernel but its largest 4 singular values
+    TopK(ratio=0.01)           0.05 [2]          all but the largest 1 % of the values
+    TopK(values="bits2")       0.013 [2]         and the deviation of these
+    LowRank(rank=4)            0.03 [3]          all of a kernel but its largest 4 singular values
 
-(*) plus 1 KiB for every chunk that all-reduce cuts a vector into.
-(**) In an all-reduce of n ranks, each rank sends this n - 1 times. It sends the output of other codecs 2 (n - 1) / n
+[1] plus 1 KiB for every chunk that all-reduce cuts a vector into.
+[2] In an all-reduce of n ranks, each rank sends this n - 1 times. It sends the output of other codecs 2 (n - 1) / n
 times.
-(***) of a kernel of 1,024 x 1,024. It is no codec for vectors: see there.
+[3] of a kernel of 1,024 x 1,024. It is no codec for vectors: see there.
 """
 
 from hop_tf.codecs.base import Codec, get, register

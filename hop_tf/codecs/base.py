@@ -26,12 +26,14 @@ class Codec(abc.ABC):
 
     Attributes:
       name: The name for `get`.
+      selects_values: True if the codec leaves out some values.
 
     Raises:
       ValueError: If an argument is out of range.
     """
 
     name: ClassVar[str]
+    selects_values: ClassVar[bool] = False
 
     error_feedback: bool = False
 

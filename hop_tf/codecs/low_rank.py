@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
-from hop_tf.codecs.sparse import Sparse
 from hop_tf.tensors.packing import TensorSpec
 
 # Other kernels travel as they are: those with fewer values, or with less reduction by factors.
@@ -55,7 +54,7 @@ class LowRank:
     def __post_init__(self):
         check_integer("rank", self.rank, at_least=1)
         object.__setattr__(self, "codec", get(self.codec))
-        if isinstance(self.codec, Sparse):
+        if self.codec.selects_values:
             raise ValueError(f"`codec` must send something for every value. Received: codec={self.codec!r}.")
 
     @property

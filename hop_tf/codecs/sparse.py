@@ -62,6 +62,7 @@ class Sparse(Codec):
     """
 
     name: ClassVar[str] = "sparse"
+    selects_values: ClassVar[bool] = True
 
     values: Codec | str | None = None
     ratio: float = 1.0
