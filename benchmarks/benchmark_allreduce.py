@@ -213,7 +213,7 @@ def _check(name: str, mean: np.ndarray, world_size: int, size: int) -> None:
 
 def _measure_case(link: str, world_size: int, megabytes: str, members: Sequence[str]) -> None:
     num_bytes = int(float(megabytes) * _MIB)
-    # What a rank sends, and receives, in float32. Loopback, with busy cores, counts as 1 Gbit/s.
+    # The bytes that a rank sends, and receives, in float32. Loopback, with busy cores, counts as 1 Gbit/s.
     traffic = 2 * (world_size - 1) / world_size * num_bytes
     at_best = traffic * 8 / (1e9 if link == ranks.LOOPBACK else float(link))
     # The start, rounds until the time is up, the warm-up, and one more round: of each member four times the least time.

@@ -72,7 +72,7 @@ def _commit() -> str:
 def _run(experiment: Experiment, folder: pathlib.Path, commit: str) -> str | None:
     """Runs an experiment, unless it has ended before. Returns the reason if it has failed."""
     done, command = folder / "done.json", experiment.words(_SIZE.value)
-    # What decides which rows can be measured.
+    # These decide which rows can be measured.
     surroundings = [*_versions(), os.environ.get("KERAS_HOME", ""), str(network.available())]
     key = {"commit": commit, "command": command, "surroundings": surroundings}
     if not commit.endswith(_CHANGED) and done.exists() and json.loads(done.read_text()) == key:

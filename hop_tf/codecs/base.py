@@ -26,7 +26,7 @@ class Codec(abc.ABC):
 
     Attributes:
       name: The name for `get`.
-      selects_values: True if the codec leaves out some values.
+      selects_values: True if the codec sends some values only.
 
     Raises:
       ValueError: If an argument is out of range.

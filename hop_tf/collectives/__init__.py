@@ -2,7 +2,6 @@
 
 from hop_tf.collectives.all_reduce import ALGORITHMS, AllReduce, MeshAllReduce, RingAllReduce
 from hop_tf.collectives.alternatives import Alternatives
-from hop_tf.collectives.low_rank import LowRankMean
 from hop_tf.collectives.networks import BCube, Mesh, Network, Route, Tree, get_network
 from hop_tf.collectives.routed import RoutedAllReduce, get_algorithm
 from hop_tf.collectives.tree import TreeCollectives
@@ -12,7 +11,6 @@ __all__ = [
     "AllReduce",
     "Alternatives",
     "BCube",
-    "LowRankMean",
     "Mesh",
     "MeshAllReduce",
     "Network",

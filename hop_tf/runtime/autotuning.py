@@ -407,8 +407,7 @@ class Autotuner:
         exchange *= way.codec.bytes_per_value / first.codec.bytes_per_value
 
         def least(width: int) -> float:
-            communicating = exchange / self._interval_of(width)
-            return computing + communicating if width == 1 else max(computing, communicating)
+            return _of_step(width, computing, exchange / self._interval_of(width))
 
         factor = 1 - WORTHWHILE if way.algorithm == first.algorithm else _MUCH_FASTER
         narrow = self._widths[:1]
@@ -448,15 +447,15 @@ class Autotuner:
         narrow = [results[each] for each in results if each.width == 1]
         computing = statistics.median(times.period - times.exchange / self._interval_of(1) for times in narrow)
 
-        def communicating(setting: Setting) -> float:
-            return results[Setting(setting.way, 1)].exchange / self._interval_of(setting.width)
+        def predicted(setting: Setting) -> float:
+            exchange = results[Setting(setting.way, 1)].exchange
+            return _of_step(setting.width, computing, exchange / self._interval_of(setting.width))
 
         if setting.width == 1:
-            return computing + communicating(setting)
+            return predicted(setting)
         # A wide pipe takes longer than its model says, because it makes further updates, or if processors are busy.
         wide = [each for each in results if each.width > 1]
-        more = max([0.0, *(results[each].period - max(computing, communicating(each)) for each in wide)])
-        return max(computing, communicating(setting)) + more
+        return predicted(setting) + max([0.0, *(results[each].period - predicted(each) for each in wide)])
 
     def _best(self, candidates: Sequence[Setting], results: Mapping[Setting, Times] | None = None) -> Setting:
         """The candidate to choose by `results`. Default: by the measured times."""
@@ -554,6 +553,11 @@ class Autotuner:
         }
         self._least = dict(self._results)
         self._choose([each for each in self._candidates(self._may_widen) if each.way == self.setting.way])
+
+
+def _of_step(width: int, computing: float, communicating: float) -> float:
+    """The duration of a step: see the module."""
+    return computing + communicating if width == 1 else max(computing, communicating)
 
 
 def _is_by_far(times_as_long: float) -> bool:

@@ -95,6 +95,8 @@ class ExchangeContext:
           algorithm: See `hop_tf.collectives.get_algorithm`.
           recovers: See `AllReduce`. Default: True if ranks continue without a lost rank.
         """
+        if isinstance(codec, LowRank) and not any(map(codec.factorizes, packing.specs)):
+            codec = codec.codec
         if isinstance(codec, LowRank):
 
             def make(part_name: str, part: Packing, codec_of_part: Codec) -> Mean:

@@ -36,7 +36,7 @@ def list_ways(
     world_size: int,
     specs: Sequence[TensorSpec] | None = None,
     *,
-    factorizes: bool = True,
+    factorizes: bool = False,
 ) -> list[Way]:
     """The ways that a strategy's arguments allow. Ways that change training least come first.
 
@@ -45,7 +45,7 @@ def list_ways(
       codec: The codec, or "auto".
       world_size: Number of ranks.
       specs: The tensors to send. Default: any tensors.
-      factorizes: True if "auto" may be `LowRank`. Default True.
+      factorizes: True if "auto" may be `LowRank`. Default False.
     """
     algorithms = algorithms_to_try(algorithm, world_size)
     members = [codec]

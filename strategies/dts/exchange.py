@@ -103,7 +103,7 @@ class DTSSettings:
     def ways(self, world_size: int, specs: Sequence[TensorSpec] | None = None) -> list[Way]:
         """The ways to average windows; see `list_ways`. With a codec that selects values, "auto" is "mesh"."""
         algorithm = "mesh" if self.algorithm == AUTO and self.selection is not None else self.algorithm
-        return list_ways(algorithm, self.codec, world_size, specs, factorizes=False)
+        return list_ways(algorithm, self.codec, world_size, specs)
 
     def chooses(self, world_size: int) -> bool:
         """True if ranks choose between several settings."""

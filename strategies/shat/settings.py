@@ -107,14 +107,14 @@ class ShatSettings:
             )
         if self.codec != AUTO:
             object.__setattr__(self, "codec", codecs.get(self.codec))
-        if isinstance(self.codec, codecs.Sparse):
-            raise ValueError(
-                f"`codec` must be one that sends something for every value. Received: codec={self.codec!r}."
-            )
+            if self.codec.selects_values:
+                raise ValueError(
+                    f"`codec` must be one that sends something for every value. Received: codec={self.codec!r}."
+                )
 
     def ways(self, specs: Sequence[TensorSpec] | None = None) -> list[Way]:
         """The ways to push, without a codec first; see `list_ways`."""
-        return list_ways(_ALGORITHM, self.codec, world_size=1, specs=specs, factorizes=False)
+        return list_ways(_ALGORITHM, self.codec, world_size=1, specs=specs)
 
     @property
     def chooses(self) -> bool:
