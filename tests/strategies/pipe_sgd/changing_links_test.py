@@ -80,7 +80,8 @@ class _Rank:
 
     def _context(self):
         variable = keras.Variable(np.zeros(_KERNEL.shape, np.float32))
-        self._optimizer = keras.optimizers.SGD(1.0)
+        # Not SGD, with which ranks also try factors: their means leave out a part of each gradient until later.
+        self._optimizer = keras.optimizers.Adam(1.0)
         self._optimizer.build([variable])
         return ExchangeContext(
             _GROUP,
