@@ -18,7 +18,8 @@ import tensorflow as tf
 
 from hop_tf.arguments import check_integer, checked_batch_shares, describe_batch_shares
 from hop_tf.cluster import Cluster
-from hop_tf.collectives.all_reduce import AllReduce
+from hop_tf.collectives.mean import Mean
+from hop_tf.collectives.routed import get_algorithm
 from hop_tf.errors import ClusterConfigError
 from hop_tf.keras_hook.adapted import watch_tables
 from hop_tf.keras_hook.devices import find_devices, make_extended
@@ -325,7 +326,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         self.training.require_outside_fit("gather_reports")
         return self._runtime.collectives.gather(report)
 
-    def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
+    def make_all_reduce(self, algorithm: str, num_values: int) -> Mean:
         """Makes an all-reduce of a float32 vector over the job's own links, for `hop_tf.timing.measure`. A collective.
 
         Args:
@@ -342,7 +343,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         if self._runtime is None:
             raise RuntimeError("one rank alone has no all-reduce to measure. Start the script once for each rank.")
         self.training.require_outside_fit("measure")
-        return self._runtime.collectives.make_all_reduce(algorithm, num_values)
+        return self._runtime.collectives.make_mean(get_algorithm(algorithm), num_values)
 
     def latest_step_seconds(self) -> np.ndarray:
         """The durations of this rank's latest steps, at most 64, without waiting. The last step is at the end.

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 import numpy as np
 
 from hop_tf.errors import PeerLostError, ProtocolError
-from hop_tf.membership.session import Membership
 from hop_tf.membership.session_queue import SessionQueue
+from hop_tf.membership.waiting import Waiting
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import Expected, Message, ToSend
 
@@ -78,7 +78,7 @@ class Operation:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: Waiting,
         mailbox: Mailbox,
         step: int,
         delivers: Callable[[int, int], bool],
@@ -288,7 +288,7 @@ class Mailbox:
     All methods except `swap` and `close` need the monitor held.
     """
 
-    def __init__(self, membership: Membership, name: str):
+    def __init__(self, membership: Waiting, name: str):
         self.queue = SessionQueue(membership, name, membership.session)
         self._first_step = 0
         self._membership = membership

@@ -14,7 +14,7 @@ from hop_tf.membership.departures import Departure
 from hop_tf.membership.monitor import Monitor
 from hop_tf.membership.waiting import LeftBehind, Waiting
 from hop_tf.options import CommunicationOptions
-from hop_tf.records import Kind
+from hop_tf.records import Kind, Recorder
 from hop_tf.transport.base import Message, Transport
 
 _READY = "membership/ready"
@@ -57,7 +57,10 @@ class Membership(Waiting):
         ranks, this rank raises. Default 1.
       servers: Parameter servers. They are no ranks, and hear of departures. Losing a server is an error.
       patience_seconds: See `Waiting`. Default None.
+      recorder: See `Waiting`. Default None.
       on_stall: See `Waiting`. Default: does nothing.
+      divides_anew: Returns True if the others take over the data of a rank that is lost or has left. Otherwise that
+        data is left out. Default: it is left out.
     """
 
     def __init__(
@@ -72,7 +75,9 @@ class Membership(Waiting):
         min_ranks: int = 1,
         servers: Sequence[int] = (),
         patience_seconds: float | None = None,
+        recorder: Recorder | None = None,
         on_stall: Callable[[str], None] | None = None,
+        divides_anew: Callable[[], bool] = lambda: False,
     ):
         rank = transport.rank
         self._parent, self._children = tree_neighbors(rank, world_size)
@@ -83,24 +88,21 @@ class Membership(Waiting):
             options=options,
             peers=sorted({*(range(world_size) if peers is None else peers), *tree} - {rank}),
             servers=servers,
+            world_size=world_size,
+            min_ranks=min_ranks,
             continue_without_lost=continue_without_lost,
             patience_seconds=patience_seconds,
+            recorder=recorder,
             on_stall=on_stall,
         )
-        self.world_size = world_size
+        self.divides_anew = divides_anew
         self._all_are_peers = peers is None
-        self._min_ranks = min_ranks
         self._ready = dict.fromkeys(self.peers, 0)
         self._gathered = dict.fromkeys(self.peers, 0)
-        # True if the others went on without this rank, so that its actions no longer matter to them.
-        self.is_given_up = False
-        self.joining = False
         # The seed of common random choices of all ranks in the running session.
         self.seed = 0
         # For each claim in the running session, which only one rank can have, the lowest rank that has made it.
         self.owners: dict[str, int] = {}
-        # True if the others take over the data of a rank that is lost or has left. Otherwise that data is left out.
-        self.divides_anew = False
         # Since this was created: ranks that were lost, and ranks that left a session by an exception.
         self.num_lost = self.num_left = 0
         # Times that another rank has joined again in the middle of a session.
@@ -324,16 +326,6 @@ class Membership(Waiting):
         for leave in leaves:
             self.notify(rank, LEAVE_QUEUE, leave.SerializeToString())
 
-    @property
-    def present_incarnation(self) -> int:
-        """This rank's incarnation as others know it."""
-        return self.incarnation - self.joining
-
-    @property
-    def incarnations(self) -> dict[int, int]:
-        """`incarnation_of` all ranks, this one included; ranks that never joined may be left out."""
-        return {**self._departures.incarnations, self.rank: self.present_incarnation}
-
     def _leaves(self) -> list[membership_pb2.Leave]:
         """The messages that tell a newcomer about the ranks that do not take part."""
         leave_of = self._departures.leave_of
@@ -501,24 +493,12 @@ class Membership(Waiting):
             self.recorder.add(kind, self.recorder.now(), peer=rank)
             self.recorder.add_line(kind.name.lower(), rank=rank, reason=reason)
 
-    def _too_few_without(self, num_unheard: int) -> str:
-        num_left = self.world_size - len(self._missing()) - num_unheard
-        if num_left >= self._min_ranks:
-            return ""
-        return f"{num_left} of {self.world_size} ranks are left, fewer than {self._min_ranks} (see min_ranks)."
-
-    def _missing(self) -> dict[int, str]:
-        """The ranks that are lost or have failed, with reasons."""
-        departures = {rank: self.departure(rank) for rank in sorted(self.departed())}
-        # A rank may have joined again meanwhile.
-        return {rank: each.reason for rank, each in departures.items() if each and (each.lost or each.failed)}
-
     def _note_missing(self, leave: membership_pb2.Leave, what: str) -> None:
         """Logs that a rank is missing. Fails if too few ranks are left: they may be the ones that were cut off."""
         if self._failure is not None or self._left is not None:
             return  # This rank itself does not go on.
-        missing = self._missing()
-        if too_few := self._too_few_without(0):
+        missing = self._quorum.missing()
+        if too_few := self._quorum.too_few_without(0):
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in missing.items())
             self.is_given_up = True  # Ranks that train on do so without this one.
             self.fail(
@@ -534,7 +514,7 @@ class Membership(Waiting):
             leave.rank,
             what,
             leave.reason if leave.reason.endswith(".") else f"{leave.reason}.",
-            "now share" if self.divides_anew else "continue without",
+            "now share" if self.divides_anew() else "continue without",
             self.world_size,
             " This rank trains alone now." if len(missing) == self.world_size - 1 else "",
         )

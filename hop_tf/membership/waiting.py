@@ -13,12 +13,13 @@ from absl import logging
 from hop_tf.errors import HopError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.membership.departures import Departure, Departures
+from hop_tf.membership.judge import Judge, Quorum
 from hop_tf.membership.monitor import Monitor
 from hop_tf.membership.patience import Patience, Questions
 from hop_tf.options import CommunicationOptions
-from hop_tf.records import Kind
+from hop_tf.records import Kind, Recorder
 from hop_tf.transport.base import PeerStatus, Transport
-from hop_tf.transport.deadlines import is_dead, problem_of
+from hop_tf.transport.deadlines import is_dead
 
 # Interval at which a waiting rank checks for silence, which, unlike messages, wakes no thread.
 _LIVENESS_PERIOD_SECONDS = 0.25
@@ -52,10 +53,13 @@ class Waiting(abc.ABC):
       options: Deadlines.
       peers: Ranks that this rank communicates with directly.
       servers: Parameter servers, which are no ranks.
+      world_size: Number of ranks.
+      min_ranks: The least number of remaining ranks, this one included. Lost and failed ranks do not count.
       continue_without_lost: True if a rank that is lost within a step counts as one that has left. Otherwise the loss
         is an error.
       patience_seconds: Silence after which the others go on without a rank, which joins them when it wakes. None: the
         timeouts of `options` count, and a rank that wakes fails.
+      recorder: Records waits, losses and returns, or None.
       on_stall: Called, without the monitor held, with a description of a long wait: of a quarter of
         `progress_timeout_seconds`, or of `timeout_seconds` if that is less. If several threads wait, only one calls it.
     """
@@ -68,21 +72,29 @@ class Waiting(abc.ABC):
         options: CommunicationOptions,
         peers: Sequence[int],
         servers: Sequence[int],
+        world_size: int,
+        min_ranks: int,
         continue_without_lost: bool,
         patience_seconds: float | None,
+        recorder: Recorder | None,
         on_stall: Callable[[str], None] | None,
     ):
         self.rank = transport.rank
+        self.world_size = world_size
         self.peers = tuple(peers)
         self.servers = tuple(servers)
         self.monitor = monitor
         self.transport = transport
-        self.recorder = transport.recorder
+        self.recorder = recorder
         self.continue_without_lost = continue_without_lost
         # Number of rounds of the running session that this rank has begun; see `Membership.begin_round`.
         self.num_rounds = 0
         # This rank's incarnation. While this rank is joining, its next incarnation.
         self.incarnation = 0
+        # True while this rank does not take part yet, because it was started again or left behind.
+        self.joining = False
+        # True if the others went on without this rank, so that its actions no longer matter to them.
+        self.is_given_up = False
         self._options = options
         self._patience = None
         self._look_seconds = _LIVENESS_PERIOD_SECONDS
@@ -90,6 +102,17 @@ class Waiting(abc.ABC):
             self._patience = Patience(patience_seconds, monitor.now, Questions(transport, monitor, "patience"))
             self._look_seconds = min(self._look_seconds, self._patience.look_seconds)
         self._departures = Departures()
+        self._quorum = Quorum(self._departures, world_size, min_ranks)
+        self._judge = Judge(
+            transport=transport,
+            options=options,
+            departures=self._departures,
+            quorum=self._quorum,
+            peers=self.peers,
+            name_of=self._name_of,
+            can_go_on_without=self._can_go_on_without,
+            patience=self._patience,
+        )
         # Ranks that only this one has found to be lost. This rank may itself be the one that was stopped, or cut off.
         self._found_lost: set[int] = set()
         self._failure: BaseException | None = None
@@ -122,10 +145,6 @@ class Waiting(abc.ABC):
         """The departure of `rank` from the running session; None while it takes part."""
         return self._departures.of(rank)
 
-    def _status_of(self, rank: int, *, asks: bool = True) -> PeerStatus:
-        status = self.transport.status(rank)
-        return status if self._patience is None else self._patience.discount(rank, status, asks=asks)
-
     @property
     def version(self) -> int:
         """A number that changes when the set of participating processes changes."""
@@ -138,6 +157,16 @@ class Waiting(abc.ABC):
     def incarnation_of(self, rank: int) -> int:
         """The number of times that `rank` has joined a running session."""
         return self._departures.incarnations.get(rank, 0)
+
+    @property
+    def present_incarnation(self) -> int:
+        """This rank's incarnation as others know it."""
+        return self.incarnation - self.joining
+
+    @property
+    def incarnations(self) -> dict[int, int]:
+        """`incarnation_of` all ranks, this one included; ranks that never joined may be left out."""
+        return {**self._departures.incarnations, self.rank: self.present_incarnation}
 
     def delivers(self, rank: int, group: str, number: int) -> bool:
         """True if the messages of `rank` in round `number` of `group` have come or may still come; see `Exchange`."""
@@ -372,58 +401,9 @@ class Waiting(abc.ABC):
         self, peer: int, waited: float, operation: str, step: int | None, *, asks: bool = True
     ) -> Exception | None:
         """The error that ends waiting for a peer; None if waiting may succeed. `asks`: see `Patience.discount`."""
-        end = self._departures.end_of(peer)
-        status = self._status_of(peer, asks=asks)
-        # A rank that is about to join leaves no rank behind: the others would not believe it.
-        has_patience = self._patience is not None and self._can_go_on_without(peer, step) and not self.joining
-        if has_patience and asks and status.silent_seconds >= self._patience.ask_seconds:
-            self._statuses_of_present(asks)  # Asks them: their answers will tell which rank is cut off.
-        error = problem_of(
-            status,
-            None if end is None else end.reason,
-            waited,
-            self._options,
-            rank=self.rank,
-            peer=self._name_of(peer),
-            operation=operation,
-            step=step,
-            patience_seconds=self._patience.seconds if has_patience else None,
-        )
-        if status.failure is None and isinstance(error, PeerLostError) and self._can_go_on_without(peer, step):
-            return self._doubt(status, error, asks)
-        return error
-
-    def _doubt(self, status: PeerStatus, error: PeerLostError, asks: bool) -> Exception | None:
-        """Decides if a silent peer is lost, or if this rank is cut off, because it hears too few others to go on.
-
-        A rank that is cut off may still be heard. So it does not tell the others that they are lost, and fails itself.
-        With a patience, it waits for `timeout_seconds` before it fails: the others may be heard again, and let it join.
-
-        Returns:
-          `error` if enough others are heard, None while that is not certain, or the error that this rank is cut off.
-        """
-        limit_seconds = self._options.timeout_seconds
-        silence_seconds = limit_seconds if self._patience is None else self._patience.seconds
-        present = self._statuses_of_present(asks)
-        # A living rank is heard several times in half of the time, or was asked before.
-        unheard = [peer for peer, each in present.items() if each.silent_seconds > silence_seconds / 2]
-        too_few = self._too_few_without(len(unheard))
-        if not too_few or not status.was_silent_for(silence_seconds):
-            return error
-        if not all(present[peer].was_silent_for(limit_seconds) for peer in unheard):
-            return None
-        self.is_given_up = True
-        return PeerLostError(
-            f"rank {self.rank}: ranks {unheard} sent nothing for {limit_seconds:g} s. {too_few} The network of this "
-            f"rank may be the one that fails. {error}"
-        )
-
-    def _statuses_of_present(self, asks: bool) -> dict[int, PeerStatus]:
-        return {peer: self._status_of(peer, asks=asks) for peer in self.peers if self.departure(peer) is None}
-
-    @abc.abstractmethod
-    def _too_few_without(self, num_unheard: int) -> str:
-        """The message if too few ranks would be left without `num_unheard` further ones; otherwise ""."""
+        verdict = self._judge.verdict(peer, waited, operation, step, asks=asks, is_joining=self.joining)
+        self.is_given_up |= verdict.is_cut_off
+        return verdict.error
 
     # Sending.
 

@@ -23,8 +23,8 @@ from absl import logging
 
 from hop_tf.errors import ProtocolError
 from hop_tf.keras_hook.roster import Roster
-from hop_tf.membership.session import Membership
 from hop_tf.membership.session_queue import SessionQueue
+from hop_tf.membership.waiting import Waiting
 from hop_tf.runtime.joiner import Joiner
 from hop_tf.tensors.packing import TensorSpec
 from hop_tf.transport.base import Message
@@ -49,7 +49,7 @@ class Admissions:
 
     def __init__(
         self,
-        membership: Membership,
+        membership: Waiting,
         group: str,
         session: int,
         *,
@@ -205,6 +205,7 @@ class LockStepJoiner(Joiner):
       roster: The ranks that share each batch; None if all ranks share it, even lost ones.
     """
 
+    is_synchronous = True
     admissions: Admissions | None = None
     roster: Roster | None = None
 

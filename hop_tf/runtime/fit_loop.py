@@ -238,7 +238,6 @@ class FitLoop(TrainingHooks):
             if self.shares is not None:
                 self.shares.note_departed(())
             self.data.end_fit()
-            self.runtime.membership.divides_anew = False
             self._write_report()
 
     @contextlib.contextmanager
@@ -457,10 +456,7 @@ class FitLoop(TrainingHooks):
 
     def shard(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
         """This rank's part of the training data; all data for validation or prediction."""
-        part = self.data.part_of(dataset)
-        if self.roster is not None:
-            self.runtime.membership.divides_anew = self.roster.is_in_use
-        return part
+        return self.data.part_of(dataset)
 
     def own_rows(self, batch: Any) -> Any:
         """See `DataSharding`."""

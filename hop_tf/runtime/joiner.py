@@ -47,9 +47,11 @@ class Joiner(abc.ABC):
 
     Attributes:
       lets_join: True if a rank that was started again may take part again.
+      is_synchronous: True if it enters between two steps, when all ranks meet: see `LockStepJoiner`.
     """
 
     lets_join: bool = True
+    is_synchronous: bool = False
 
     @abc.abstractmethod
     def begin_at(self, step: int) -> None:

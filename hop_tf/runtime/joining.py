@@ -26,7 +26,6 @@ from absl import logging
 from hop_tf.errors import HopError, MismatchError, PeerLostError
 from hop_tf.membership import membership_pb2
 from hop_tf.membership.session import Membership, parse
-from hop_tf.runtime.admissions import LockStepJoiner
 from hop_tf.runtime.joiner import GraphState, Joiner, State
 from hop_tf.runtime.replica_state import compare
 from hop_tf.tensors import payloads
@@ -169,10 +168,8 @@ class Joining:
           MismatchError: If the others train another model.
         """
         exchange = self._exchanges.get(group)
-        if isinstance(exchange, LockStepJoiner) and not self._membership.joining:
-            return self._arrive(group, position)
         if not self._membership.joining:
-            return 0
+            return self._arrive(group, position) if exchange is not None and exchange.is_synchronous else 0
         while True:
             replies = self._ask(position)
             leader = max(replies, key=lambda rank: replies[rank].step)
@@ -183,7 +180,7 @@ class Joining:
             if num_behind > _NEAR_STEPS and self._num_approaches < _MAX_APPROACHES:
                 self._num_approaches += 1
                 return num_behind
-            if isinstance(exchange, LockStepJoiner):
+            if exchange.is_synchronous:
                 self._check_digest(
                     leader, replies[leader]
                 )  # Now: once the others count on this rank, its errors end their training, too.
@@ -248,7 +245,7 @@ class Joining:
         reply, payload = replies[peer]
         signature, arrays = payload[: reply.signature_bytes], payload[reply.signature_bytes :]
         try:
-            compare(self._membership, self._signature(), peer, signature.tobytes())
+            compare(self._transport, self._signature(), peer, signature.tobytes())
         except MismatchError as error:
             raise MismatchError(f"{error} A restarted rank joins in its first `fit`.") from None
         self._state.write(arrays[: reply.state_bytes])
@@ -311,11 +308,11 @@ class Joining:
         membership, exchange = self._membership, self._exchanges[group]
         with self._monitor:
             self._welcomed = set()
-            if not isinstance(exchange, LockStepJoiner):
+            if not exchange.is_synchronous:
                 self._step = step - 1
                 exchange.begin_at(step)
             membership.joined()
-        if not isinstance(exchange, LockStepJoiner):
+        if not exchange.is_synchronous:
             self._graph_of(group).begin_at(step)
         join = membership_pb2.Join(
             rank=membership.rank,
@@ -350,7 +347,7 @@ class Joining:
         self._membership.begin_round(step)
         with self._monitor:
             self._step = step
-            if any(isinstance(exchange, LockStepJoiner) for exchange in self._exchanges.values()):
+            if any(exchange.is_synchronous for exchange in self._exchanges.values()):
                 return  # Newcomers get the state when all ranks meet.
             asking, self._asking_for_state = self._asking_for_state, []
         if asking:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 from absl import logging
 
 from hop_tf.codecs import Identity
-from hop_tf.collectives.all_reduce import AllReduce
-from hop_tf.collectives.routed import get_algorithm
+from hop_tf.collectives.mean import Mean
 from hop_tf.collectives.tree import TreeCollectives
 from hop_tf.errors import DeadlineExceededError, HopError, PeerLostError
 from hop_tf.keras_hook.updates import as_own_updates
@@ -153,10 +152,15 @@ class RankCollectives:
         self._num_gathered += 1
         return self._trees.all_gather("gathered", data, self._num_gathered - 1)
 
-    def make_all_reduce(self, algorithm: str, num_values: int) -> AllReduce:
-        """Makes an all-reduce of a float32 vector, for measurements. A collective. The caller closes the all-reduce."""
+    def make_mean(self, make: Callable[..., Mean], num_values: int) -> Mean:
+        """Makes the mean of a float32 vector, for measurements. A collective. The caller closes the result.
+
+        Args:
+          make: See `hop_tf.collectives.get_algorithm`.
+          num_values: Length of the vector.
+        """
         self._membership.require_all("to measure")
-        return get_algorithm(algorithm)(
+        return make(
             self._membership,
             self._next_called(),
             sizes=[num_values],
@@ -193,4 +197,4 @@ class RankCollectives:
             return
         received = self._trees.broadcast(name, [np.frombuffer(mine, np.uint8)], number)
         if received is not None:
-            compare(self._membership, mine, 0, received.tobytes())
+            compare(self._membership.transport, mine, 0, received.tobytes())

@@ -134,7 +134,9 @@ class RankRuntime:
             min_ranks=min_ranks,
             servers=servers,
             patience_seconds=patience_seconds,
+            recorder=recorder,
             on_stall=StallReport(options, cluster.rank),
+            divides_anew=lambda: roster is not None and roster.is_in_use,
         )
         self._groups: list[Group] = []
         self._num_groups = 0
@@ -278,7 +280,7 @@ class RankRuntime:
         missed = self.membership.missed_share()
         if missed:
             became = "were left out"
-            if self.membership.divides_anew:
+            if self.membership.divides_anew():
                 became = "went to other ranks, except in the steps in which ranks were lost"
             logging.warning(
                 "rank %d: %.3g %% of the data of this training %s, because ranks have missed steps: %s.",

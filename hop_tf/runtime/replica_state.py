@@ -12,8 +12,8 @@ import tensorflow as tf
 from hop_tf.errors import MismatchError, ProtocolError
 from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.membership import membership_pb2
-from hop_tf.membership.session import Membership
 from hop_tf.tensors.packing import TensorSpec
+from hop_tf.transport.base import Transport
 
 _NUM_BATCHES = "the number of batches in an epoch"
 _SAME_MODEL = "All ranks must build the same model, and optimizer, in the same order."
@@ -67,7 +67,7 @@ def _comparable(value: Any) -> Any:
     return value if isinstance(value, (bool, int, str)) else None
 
 
-def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> None:
+def compare(transport: Transport, mine: bytes, other: int, theirs: bytes) -> None:
     """Compares the signature of rank `other` with this rank's.
 
     Raises:
@@ -82,7 +82,7 @@ def compare(membership: Membership, mine: bytes, other: int, theirs: bytes) -> N
     if difference:
         field, first, own = difference
         advice = _SAME_DATA if field == _NUM_BATCHES else _SAME_MODEL
-        rank, address = membership.rank, membership.transport.status(other).address
+        rank, address = transport.rank, transport.status(other).address
         raise MismatchError(
             f"rank {other} at {address} and rank {rank} disagree on {field}. Rank {other} has {first}, "
             f"rank {rank} has {own}. {advice}"

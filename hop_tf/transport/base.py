@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from hop_tf.errors import ProtocolError
-from hop_tf.records.recorder import Recorder
 
 # The lane of arrays, which would delay the small messages of lane 0.
 BULK_LANE = 1
@@ -141,12 +140,7 @@ class Transport(abc.ABC):
 
     Threads: `send` may be called from any thread. Handlers run on the transport's threads, one at a time per
     (sender, lane). A handler that blocks stops only that sender's lane (back-pressure), never the server.
-
-    Attributes:
-      recorder: Records events on this rank, or None.
     """
-
-    recorder: Recorder | None = None
 
     @property
     @abc.abstractmethod

@@ -25,7 +25,6 @@ class SessionTransport(Transport):
     def __init__(self, transport: Transport):
         number = _num_sessions[transport] = _num_sessions.get(transport, 0) + 1
         self._transport = transport
-        self.recorder = transport.recorder
         self._prefix = f"canary {number}/"
         self._queues: set[str] = set()
 

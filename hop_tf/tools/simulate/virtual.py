@@ -466,7 +466,11 @@ class VirtualCluster:
         self.memberships: list[Membership] = []
         for rank in range(world_size):
             self.memberships.append(self._join(rank, world_size))
-        self.servers = [self._connect(world_size + index, lambda worker: None) for index in range(num_servers)]
+        servers = range(world_size, world_size + num_servers)
+        self.servers = [
+            self._connect(server, recorders(server, self.scheduler), on_restart=lambda worker: None)
+            for server in servers
+        ]
 
     def run(self, body: Callable[[int], None]) -> None:
         """Runs `body(rank)` on every rank until all have ended. See `Scheduler.run`."""
@@ -537,8 +541,9 @@ class VirtualCluster:
         return self.memberships[rank]
 
     def _join(self, rank: int, world_size: int) -> Membership:
+        recorder = self._make_recorder(rank, self.scheduler)
         return Membership(
-            transport=self._connect(rank, lambda peer: self.memberships[rank].on_restart(peer)),
+            transport=self._connect(rank, recorder, lambda peer: self.memberships[rank].on_restart(peer)),
             monitor=VirtualMonitor(self.scheduler, looks=self._has_limit),
             options=self._options,
             world_size=world_size,
@@ -546,10 +551,11 @@ class VirtualCluster:
             continue_without_lost=self._continue_without_lost,
             min_ranks=self._min_ranks,
             patience_seconds=self._patience_seconds,
+            recorder=recorder,
             servers=range(world_size, world_size + self._num_servers),
         )
 
-    def _connect(self, rank: int, on_restart: Callable[[int], None]) -> VirtualTransport:
+    def _connect(self, rank: int, recorder: Recorder | None, on_restart: Callable[[int], None]) -> VirtualTransport:
         return VirtualTransport(
             rank,
             scheduler=self.scheduler,
@@ -561,7 +567,7 @@ class VirtualCluster:
             on_restart=on_restart,
             pool=self.pool,
             cuts=self._cuts,
-            recorder=self._make_recorder(rank, self.scheduler),
+            recorder=recorder,
             payload_scale=self._payload_scale,
         )
 
