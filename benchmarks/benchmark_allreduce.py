@@ -229,8 +229,7 @@ def _measure_case(link: str, world_size: int, megabytes: str, members: Sequence[
         results.show(f"{link} {world_size} {megabytes} {name}", {"seconds": of_rounds, **over})
 
 
-def main(argv) -> None:
-    del argv
+def main(_: list[str]) -> None:
     members = list(_MEMBERS.value)
     if "gloo" in members and not peers.is_installed("torch"):
         print("gloo is left out: PyTorch is not installed.")

@@ -122,8 +122,7 @@ def _accuracy() -> None:
 _RUN = {"traffic": _traffic, "straggler": _straggler, "accuracy": _accuracy}
 
 
-def main(argv) -> None:
-    del argv
+def main(_: list[str]) -> None:
     for name in _EXPERIMENTS.value:
         _RUN[name]()
 

@@ -73,8 +73,7 @@ def _compare(link: str, round_trip: float) -> None:
         results.show(f"{label}, {link}, {round_trip:g}", {**found, **ratios})
 
 
-def main(argv) -> None:
-    del argv
+def main(_: list[str]) -> None:
     for link, round_trip in itertools.product(_LINKS.value, map(float, _ROUND_TRIPS.value)):
         _compare(link, round_trip)
 

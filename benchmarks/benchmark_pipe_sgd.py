@@ -142,8 +142,7 @@ def _time_replay() -> None:
     _time_perceptrons(kinds, ranks.LOOPBACK, sizes=[_WIDTH, _WIDTH, 10], batch_size=256)
 
 
-def main(argv) -> None:
-    del argv
+def main(_: list[str]) -> None:
     if "timing" in _EXPERIMENTS.value:
         for link, step_seconds in itertools.product(_LINKS.value, map(float, _STEP_SECONDS.value)):
             _time_systems(link, step_seconds)

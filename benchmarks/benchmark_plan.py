@@ -70,8 +70,7 @@ def _compare(slowdown: str) -> None:
         results.show(f"{each.name}, {slowdown}", found)
 
 
-def main(argv) -> None:
-    del argv
+def main(_: list[str]) -> None:
     for slowdown in _SLOWDOWNS.value:
         _compare(slowdown)
 

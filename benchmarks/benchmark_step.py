@@ -240,8 +240,8 @@ def _cases() -> Iterator[_Case]:
         package = _PACKAGES.get(kind)
         if package is not None and (model == _WIDE or not peers.is_installed(package)):
             print(f"{kind} is left out of {model}, or the package `{package}` is not installed.")
-        elif kind in _ALONE or world == 1:
-            yield _Case(model, world, kind)
+        elif kind in _ALONE or world == min(map(int, _WORLDS.value)):
+            yield _Case(model, world if kind in _ALONE else 1, kind)
             if _AGAINST.value is not None and kind in _STRATEGIES:
                 yield _Case(model, world, kind, _AGAINST.value)
 
@@ -265,8 +265,7 @@ def _run(case: _Case) -> dict[str, float]:
     return ranks.run(__file__, arguments, case.world_size + num_servers, link, num_ports=1, environment=environment)[0]
 
 
-def main(argv: Sequence[str]) -> None:
-    del argv  # Unused.
+def main(_: list[str]) -> None:
     costs = collections.defaultdict(lambda: collections.defaultdict(list))
     cases = list(_cases())
     for round_, case in itertools.product(range(_ROUNDS.value), cases):
