@@ -100,7 +100,7 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     def fit_congestion_control(self) -> None:
-        """Replaces BBR, of any version, by CUBIC if the peer is near, for all data written from now on.
+        """Replaces BBR, of any version, by CUBIC or Reno if the peer is near, for all data written from now on.
 
         Does nothing if the system does not support that, as in some sandboxes.
         """
@@ -108,9 +108,15 @@ class Connection:
             name = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.size)
             if name.startswith(b"bbr") and _MIN_RTT.unpack(info)[0] < 1e6 * _NEAR_SECONDS:
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+                self._use_cubic_or_reno()
         except (OSError, struct.error) as error:
             logging.log_first_n(logging.INFO, "Connections keep the system's congestion control: %s.", 1, error)
+
+    def _use_cubic_or_reno(self) -> None:
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+        except OSError:  # Where BBR is the default, processes without privileges may choose between that and Reno.
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
     def set_timeout(self, timeout_seconds: float | None) -> None:
         """Limits the time for which reading and writing may block."""
