@@ -6,7 +6,8 @@ random     Every rank is 6 times slower with probability 1/n in each step (Figur
            staleness 5, both, and both with jumps; also in the paper's serial order.
 straggler  One rank is always 4 times slower (Figures 18 and 19): one backup worker, and jumps of up to 2 and 10.
 
-Shown are iterations a second over those of the standard form, for each seed of the slowdowns.
+A case is a slowdown and the order of a step, "parallel" or "serial". Shown are iterations a second, mean over ranks,
+divided by those of the standard form, for each seed of the slowdowns.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import hop_tf
 from hop_tf.tools.emulation import ComputeEmulation, Slowdown
 
 _TOPOLOGIES = flags.DEFINE_list("topologies", ["ring_based"], "Graphs.")
-_CASES = flags.DEFINE_list("cases", ["random:parallel", "random:serial", "straggler:parallel"], "What is measured.")
+_CASES = flags.DEFINE_list("cases", ["random:parallel", "random:serial", "straggler:parallel"], "Slowdown:order.")
 _NUM_STEPS = flags.DEFINE_integer("num_steps", 120, "Iterations of each rank.", lower_bound=1)
 _NUM_SEEDS = flags.DEFINE_integer("num_seeds", 3, "Seeds of the slowdowns.", lower_bound=1)
 
@@ -41,9 +42,7 @@ _WITH_A_STRAGGLER = {
     "backup 1": _BACKUP,
     **{f"backup 1, skip {most}": _BACKUP | {"skip": hop_tf.SkipIterations(max_jump=most)} for most in (2, 10)},
 }
-
-
-_OF_CASES = {
+_SLOWDOWNS = {
     "random": (Slowdown(None, 6.0), _MECHANISMS),
     "straggler": (Slowdown(_NUM_WORKERS // 3, 4.0), _WITH_A_STRAGGLER),
 }
@@ -60,7 +59,7 @@ def main(_: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)  # Otherwise simulated ranks would log that they leave.
     for topology, case in itertools.product(_TOPOLOGIES.value, _CASES.value):
         name, order = case.split(":")
-        slowdown, mechanisms = _OF_CASES[name]
+        slowdown, mechanisms = _SLOWDOWNS[name]
         speeds = {"homogeneous": _speeds(topology, (), update_order=order)}
         for label, settings in mechanisms.items():
             speeds[label] = _speeds(topology, (slowdown,), update_order=order, **settings)

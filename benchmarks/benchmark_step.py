@@ -16,8 +16,8 @@ same batch again and again. Shown are medians over the rounds, of rank 0:
 - first: the time until the first step has ended, most of which goes into tracing.
 
 Peers are PyTorch's DistributedDataParallel over gloo (`torch`) and MultiWorkerMirroredStrategy (`tf_keras`), where
-these packages are installed. `--against` names another checkout of hop_tf, with its kernels built: its strategies run
-in turns with those of this one, which shows what a change costs.
+these packages are installed. Libraries alone run in one process. `--against` names another checkout of hop_tf, with its
+kernels built: its strategies run in turns with those of this one, which shows what a change costs.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         if self._runtime is None:
             raise RuntimeError("one rank alone has no all-reduce to measure. Start the script once for each rank.")
         self.training.require_outside_fit("measure")
-        return self._runtime.collectives.make_mean(get_algorithm(algorithm), num_values)
+        return self._runtime.collectives.make_vector_mean(get_algorithm(algorithm), num_values)
 
     def latest_step_seconds(self) -> np.ndarray:
         """The durations of this rank's latest steps, at most 64, without waiting. The last step is at the end.

@@ -15,6 +15,7 @@ import hop_tf
 _PACKAGE = pathlib.Path(hop_tf.__file__).parent
 _MAX_FLAT_FILES = 15
 _MAX_CHAIN = 16
+_USES_OF_VARIABLES = {"Variable", "assign", "assign_add", "assign_sub", "read_value", "value", "numpy"}
 # Names by which programs import tools; and the command line.
 _DOORS = {
     *("hop_tf.__main__", "hop_tf.emulation", "hop_tf.integrations.ray", "hop_tf.planning", "hop_tf.simulate"),
@@ -46,6 +47,11 @@ def _imports(path, modules):
                 yield full if full in modules else node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("hop_tf"))
+
+
+def _name(node):
+    """The last part of a dotted name; "" for another expression."""
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def _room(module):
@@ -136,6 +142,17 @@ class ArchitectureTest(absltest.TestCase):
 
     def test_private_parts_of_keras_and_tensorflow_are_known_in_one_folder(self):
         self.assertEqual(self.rooms_that_import("keras.src", "tensorflow.python"), {"hop_tf.keras_hook"})
+
+    def test_modules_of_exchanges_neither_read_nor_write_variables(self):
+        """They run on threads. Values come from the graph and go back to it: `Group.submit` and `Group.collect`."""
+        calls = {}
+        for module, path in self.modules.items():
+            nodes = [*ast.walk(ast.parse(path.read_text()))]
+            bases = [_name(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases]
+            if any(base.endswith("Exchange") for base in bases):
+                calls[module] = {_name(node.func) for node in nodes if isinstance(node, ast.Call)}
+        self.assertLen([module for module in calls if module.startswith("hop_tf.strategies.")], 5)
+        self.assertEmpty({module for module, names in calls.items() if names & _USES_OF_VARIABLES})
 
     def test_ray_is_imported_by_its_tool_alone(self):
         self.assertEqual(self.rooms_that_import("ray"), {"hop_tf.tools.ray"})

@@ -22,6 +22,7 @@ from hop_tf.version import __version__
 _ROOT = Path(__file__).absolute().parents[1]
 _FOLDERS = {"hop_tf": "hop_tf", "hop_tf/strategies": "strategies", "hop_tf/ops": "ops"}
 _TIMEOUT_SECONDS = 120
+_SOURCES = {".py", ".c", ".cc", ".h", ".json", ".md", ".ipynb", ".png", ".sbatch", ".yaml"}
 _NOT_FOR_TESTS = {"tests/README.md", "tests/english.py", "tests/kubernetes/make_schemas.py"}
 
 _BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
@@ -113,8 +114,8 @@ class BazelTest(absltest.TestCase):
         patterns = re.findall(r'"((?:tests|examples|docs/pictures)/[^"]+)"', (_ROOT / "BUILD").read_text())
         known = {path for pattern in patterns for path in _ROOT.glob(pattern)}
         folders = [_ROOT / "tests", _ROOT / "examples", _ROOT / "docs" / "pictures"]
-        files = {path for folder in folders for path in folder.rglob("*.*") if "__pycache__" not in path.parts}
-        missing = {str(path.relative_to(_ROOT)) for path in files - known if path.is_file()}
+        files = {path for folder in folders for path in folder.rglob("*") if path.suffix in _SOURCES}
+        missing = {str(path.relative_to(_ROOT)) for path in files - known}
         self.assertContainsSubset(missing, _NOT_FOR_TESTS)
 
 

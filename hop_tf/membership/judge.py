@@ -1,6 +1,6 @@
 """`Judge`: decides if a silent peer is lost, or if this rank is cut off. `Quorum`: the ranks that must be left.
 
-Nothing here waits, or changes what is known of others. Methods are called with the rank's monitor held.
+Nothing here waits, or records that a rank is lost. Silent ranks may be asked.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Judge:
           waited: Seconds waited so far.
           operation: The operation that waits, for error messages.
           step: The training step; None outside of a step.
-          asks: See `Patience.discount`.
+          asks: See `Patience.discount`. If true, the monitor must be held.
           is_joining: True if this rank is about to join. It leaves no rank behind: the others would not believe it.
         """
         end = self._departures.end_of(peer)

@@ -60,7 +60,7 @@ class Membership(Waiting):
       recorder: See `Waiting`. Default None.
       on_stall: See `Waiting`. Default: does nothing.
       divides_anew: Returns True if the others take over the data of a rank that is lost or has left. Otherwise that
-        data is left out. Default: it is left out.
+        data is left out. Default: returns False.
     """
 
     def __init__(
@@ -120,15 +120,6 @@ class Membership(Waiting):
         transport.register(_READY, self._on_ready)
         transport.register(_GATHERED, self._on_gathered)
         transport.register(LEAVE_QUEUE, self._on_leave)
-
-    @property
-    def session(self) -> int:
-        """The number of the running session, or of the last one; from 1."""
-        return self._departures.session
-
-    @session.setter
-    def session(self, session: int) -> None:
-        self._departures.enter(session)
 
     # Entering and leaving.
 

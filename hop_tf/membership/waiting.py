@@ -146,6 +146,15 @@ class Waiting(abc.ABC):
         return self._departures.of(rank)
 
     @property
+    def session(self) -> int:
+        """The number of the running session, or of the last one; from 1."""
+        return self._departures.session
+
+    @session.setter
+    def session(self, session: int) -> None:
+        self._departures.enter(session)
+
+    @property
     def version(self) -> int:
         """A number that changes when the set of participating processes changes."""
         return self._departures.version
@@ -402,7 +411,8 @@ class Waiting(abc.ABC):
     ) -> Exception | None:
         """The error that ends waiting for a peer; None if waiting may succeed. `asks`: see `Patience.discount`."""
         verdict = self._judge.verdict(peer, waited, operation, step, asks=asks, is_joining=self.joining)
-        self.is_given_up |= verdict.is_cut_off
+        if verdict.is_cut_off:
+            self.is_given_up = True
         return verdict.error
 
     # Sending.

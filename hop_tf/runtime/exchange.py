@@ -30,13 +30,15 @@ class Result:
 
     The segment is that of the `Request`, unless the scheme returns more. `Exchange.parts` has the packing of its
     buckets. TensorFlow takes over the arrays: do not modify them afterwards. The rank skips the next `num_skipped`
-    training steps. The next `Request` belongs to the step after them.
+    training steps. The next `Request` belongs to the step after them. `num_dropped` of the step's last segments were
+    dropped: their values were not sent.
     """
 
     step: int
     segment: int
     buckets: tuple[np.ndarray, ...]
     num_skipped: int = 0
+    num_dropped: int = 0
 
 
 class Exchange(abc.ABC):

@@ -29,6 +29,8 @@ from hop_tf.tensors.packing import Packing
 # Segments that are no part of a step: a restarted rank asks for the others' position, or synchronous ranks meet it.
 CATCH_UP, MEETING = -1, -2
 
+# The types of the numbers of a `Result`.
+_NUMBERS = (tf.int64, tf.int32, tf.int64, tf.int64)
 _END_OF_SESSION = -1
 _POISON = -1
 
@@ -93,7 +95,7 @@ class ExchangeRunner:
             # With room for the marker that ends a session.
             capacity = exchange.max_in_flight + 1
             self._outbox = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.bool, *packing.dtypes])
-            self._results = tf.queue.FIFOQueue(capacity, [tf.int64, tf.int32, tf.int64, tf.string, *packing.dtypes])
+            self._results = tf.queue.FIFOQueue(capacity, [*_NUMBERS, tf.string, *packing.dtypes])
             self._no_error, self._true = tf.constant(""), tf.constant(True)
         self._nothing = tuple(np.empty(0, dtype.as_numpy_dtype) for dtype in packing.dtypes)
         self._threads = [
@@ -124,7 +126,9 @@ class ExchangeRunner:
             are_finite = tf.constant(True) if are_finite is None else are_finite
             return self._outbox.enqueue([step, tf.constant(segment, tf.int32), are_finite, *buckets])
 
-    def collect(self, step: tf.Tensor, segment: int, sizes: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def collect(
+        self, step: tf.Tensor, segment: int, sizes: Sequence[int]
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         """Emits the ops that take the scheme's result for `step` and `segment`.
 
         Args:
@@ -133,24 +137,25 @@ class ExchangeRunner:
           sizes: Elements of each bucket.
 
         Returns:
-          One flat tensor per bucket, and int64 scalar `Result.num_skipped`. Their consumers wait as long as the
-          scheme does.
+          One flat tensor per bucket, and int64 scalars `Result.num_skipped` and `Result.num_dropped`. Their consumers
+          wait as long as the scheme does. All but `num_dropped`, which few use, fail if the scheme failed.
 
         Raises:
           tf.errors.InvalidArgumentError: When executed, if the scheme failed. The text is the failure's.
         """
         with tf.device("/cpu:0"):
-            got_step, got_segment, num_skipped, error, *buckets = self._results.dequeue()
+            got_step, got_segment, num_skipped, num_dropped, error, *buckets = self._results.dequeue()
             in_order = tf.logical_and(tf.equal(got_step, step), tf.equal(got_segment, segment))
             # Not `tf.debugging.Assert`, which makes branches to keep texts off a GPU: these take long to trace.
             check = tf.raw_ops.Assert(condition=in_order, data=[error, got_step, step], summarize=1)
             with tf.control_dependencies([check]):
                 buckets = [tf.identity(bucket) for bucket in buckets]
                 num_skipped = tf.identity(num_skipped)
-                num_skipped.set_shape([])
+            for number in (num_skipped, num_dropped):
+                number.set_shape([])
         for bucket, size in zip(buckets, sizes, strict=True):
             bucket.set_shape([size])
-        return buckets, num_skipped
+        return buckets, num_skipped, num_dropped
 
     # Outside of the graph.
 
@@ -263,9 +268,9 @@ class ExchangeRunner:
 
     def _put(self, result: Result, error: tf.Tensor) -> None:
         # Not constants, which take long to create.
-        tags = result.step, result.segment, result.num_skipped
-        tags = [np.array(tag, dtype) for tag, dtype in zip(tags, (np.int64, np.int32, np.int64), strict=True)]
-        enqueue_arrays(self._results, [*tags, error, *result.buckets])
+        numbers = result.step, result.segment, result.num_skipped, result.num_dropped
+        numbers = [np.array(each, dtype.as_numpy_dtype) for each, dtype in zip(numbers, _NUMBERS, strict=True)]
+        enqueue_arrays(self._results, [*numbers, error, *result.buckets])
 
     def _step(self, request: Request) -> Result | None:
         # Sends nothing after an interrupt: without waiting, nothing bounds the distance between ranks.

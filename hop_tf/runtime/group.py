@@ -225,7 +225,16 @@ class Group:
         return (packing or self._packing_of(segment)).unpack(buckets), num_skipped
 
     def take(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Emits the ops that take the scheme's result for a step: see `ExchangeRunner.collect`."""
+        """Emits the ops that take the scheme's result for a step.
+
+        Returns:
+          One flat tensor per bucket, and int64 scalar: the number of training steps to skip after this one.
+        """
+        buckets, num_skipped, _ = self.take_with_drops(step, segment)
+        return buckets, num_skipped
+
+    def take_with_drops(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """As `take`, and how many of the step's last segments were dropped: see `ExchangeRunner.collect`."""
         return self.runner.collect(step, segment, self._packing_of(segment).sizes)
 
     def _packing_of(self, segment: int) -> Packing:
@@ -287,7 +296,7 @@ class Group:
 
     def _ask(self, segment: int, computed: Sequence = ()) -> tf.Tensor:
         self.signal(segment, computed)
-        _, answer = self.runner.collect(self.read_step(), segment, [0] * len(self.packing.sizes))
+        _, answer, _ = self.runner.collect(self.read_step(), segment, [0] * len(self.packing.sizes))
         return answer
 
     def end_step(self, num_skipped: tf.Tensor | int = 0) -> None:

@@ -47,7 +47,7 @@ class Joiner(abc.ABC):
 
     Attributes:
       lets_join: True if a rank that was started again may take part again.
-      is_synchronous: True if it enters between two steps, when all ranks meet: see `LockStepJoiner`.
+      is_synchronous: True if a newcomer enters between two steps, when all ranks meet: see `LockStepJoiner`.
     """
 
     lets_join: bool = True

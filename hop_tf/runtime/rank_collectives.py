@@ -152,11 +152,11 @@ class RankCollectives:
         self._num_gathered += 1
         return self._trees.all_gather("gathered", data, self._num_gathered - 1)
 
-    def make_mean(self, make: Callable[..., Mean], num_values: int) -> Mean:
+    def make_vector_mean(self, make: Callable[..., Mean], num_values: int) -> Mean:
         """Makes the mean of a float32 vector, for measurements. A collective. The caller closes the result.
 
         Args:
-          make: See `hop_tf.collectives.get_algorithm`.
+          make: The constructor, as `hop_tf.collectives.get_algorithm` returns it.
           num_values: Length of the vector.
         """
         self._membership.require_all("to measure")

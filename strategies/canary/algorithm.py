@@ -65,13 +65,18 @@ class CanaryAlgorithm(Algorithm):
         changes = dict(zip(exchange.order, self._changes.take(), strict=True))
         for colayer, members in enumerate(exchange.members):
             group.submit([changes[index] for index in members], colayer)
-        weights, num_skipped = group.collect(list(changes.values()), exchange.merge_segment)
+        weights, num_skipped = group.collect(list(changes.values()), exchange.merge_segment, self._take)
         self._changes.replace(weights)
+        return num_skipped
+
+    def _take(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+        buckets, num_skipped, num_dropped = self.group.take_with_drops(step, segment)
         slots, self._slots = self._slots, None
         if slots is not None:
-            with tf.control_dependencies([num_skipped]):
-                slots.restore(exchange.colayers, exchange.num_left.value())
-        return num_skipped
+            with tf.device("/cpu:0"), tf.control_dependencies([num_skipped]):  # Which fails if the scheme failed.
+                num_left = len(self.exchange.members) - num_dropped
+            slots.restore(self.exchange.colayers, num_left)
+        return buckets, num_skipped
 
     def finish(self) -> None:
         group, exchange, step = self.group, self.exchange, int(self.group.step)

@@ -84,8 +84,6 @@ class CanaryExchange(Exchange, Joiner):
       order: The variables of `merge_segment`, in order: colayer by colayer.
       colayers: The colayer of each variable.
       start_step: The first step that this rank makes in the running session.
-      num_left: int64 variable: the number of colayers that were sent in the latest step. They are the first ones; the
-        others were dropped.
       replica: The weights and the record of merged contributions.
     """
 
@@ -140,8 +138,6 @@ class CanaryExchange(Exchange, Joiner):
         self._final = context.make_all_reduce("final", whole, Identity(), "mesh", recovers=False)
         self._num_dropped = self._num_late = 0
         self.start_step = 0
-        with tf.init_scope(), tf.device("/cpu:0"):
-            self.num_left = tf.Variable(len(members), dtype=tf.int64, trainable=False, name="hop_tf_num_left")
         self._begin()
         self._queue.start(self._on_message)
         self._running = [
@@ -186,8 +182,7 @@ class CanaryExchange(Exchange, Joiner):
         self._held.reset()
         self._contributions.reset()
         self._iteration = -1
-        self._is_dropping = self._was_dropping = False
-        self.num_left.assign(len(self.members))
+        self._is_dropping = False
         self._has_joined = False
         self._num_left = self._num_in_vain = 0
         self._sent_rounds = 0
@@ -289,16 +284,19 @@ class CanaryExchange(Exchange, Joiner):
         self._channel.send(piece.parent, header, [data], piece.parent_level)
 
     def _end_iteration(self, k: int) -> Result:
-        """Steps 5 and 6: returns the present weights, and the number of iterations to skip."""
+        """Steps 5 and 6: returns the present weights, and how many iterations to skip and colayers were dropped."""
         if self._is_dropping or self.replica.gaps:
             self._pull(k)
-        if self._is_dropping or self._was_dropping:
-            self.num_left.assign(self._num_left)
-        self._was_dropping = self._is_dropping
         with self.replica.lock:
             target = max(k + 1, self.replica.gei.newest)
             self.replica.gei.start(target)
-        return Result(k, self.merge_segment, self.replica.read(), num_skipped=target - (k + 1))
+        return Result(
+            k,
+            self.merge_segment,
+            self.replica.read(),
+            num_skipped=target - (k + 1),
+            num_dropped=len(self.members) - self._num_left,
+        )
 
     def _pull(self, k: int, *, waits_for_silent: bool = False) -> None:
         """Takes the state of a faster rank, and with it the layouts that the other rank knows."""

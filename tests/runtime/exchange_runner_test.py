@@ -220,7 +220,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.exchange.step = lambda request: Result(0, 1, _VALUES) if request.segment else None
         self.submit(tf.constant(0, tf.int64))
         self.runner.submit(tf.constant(0, tf.int64), 1, [tf.constant(value) for value in _VALUES])
-        buckets, _ = self.runner.collect(tf.constant(0, tf.int64), 1, (16, 8))
+        buckets, *_ = self.runner.collect(tf.constant(0, tf.int64), 1, (16, 8))
         self.assertAllEqual(buckets[1], _VALUES[1])
 
     @parameterized.parameters((5, 5), (Interrupted(), 0), (LeftBehind(), 1))
@@ -230,7 +230,7 @@ class ExchangeRunnerTest(tf.test.TestCase, parameterized.TestCase):
         self.exchange.no_op = lambda request: None
         self.joining.catch_up.side_effect = [found]
         self.runner.submit(tf.constant(1, tf.int64), CATCH_UP, [tf.zeros([0], value.dtype) for value in _VALUES])
-        _, num_skipped = self.runner.collect(tf.constant(1, tf.int64), CATCH_UP, (0, 0))
+        _, num_skipped, _ = self.runner.collect(tf.constant(1, tf.int64), CATCH_UP, (0, 0))
         self.assertEqual(int(num_skipped), expected)
 
     def test_drain_waits_for_what_was_submitted(self):

@@ -468,7 +468,7 @@ class VirtualCluster:
             self.memberships.append(self._join(rank, world_size))
         servers = range(world_size, world_size + num_servers)
         self.servers = [
-            self._connect(server, recorders(server, self.scheduler), on_restart=lambda worker: None)
+            self._connect(server, self._make_recorder(server, self.scheduler), lambda worker: None)
             for server in servers
         ]
 

@@ -157,7 +157,7 @@ class Job:
                 result = exchange.step(Request(step, colayer, (bucket.numpy(),)))
                 if exchange.counters()["overtime_drops"] > before:
                     self.drops[rank].append((step, colayer))
-            self.left[rank].append(int(exchange.num_left))
+            self.left[rank].append(len(_MEMBERS) - result.num_dropped)
             if self.inspect is not None:
                 self.inspect(self, rank, step, result.buckets[0])
             step += 1 + result.num_skipped
