@@ -1,14 +1,14 @@
-"""`Admissions`: synchronous ranks agree on the step from which on a restarted rank takes part.
+"""`Admissions`: synchronous ranks agree on the first step in which a restarted rank takes part.
 
-All ranks have to begin with a newcomer in the same step. They agree through the mean that they exchange anyway. With
-the values of a step, each rank sends the newcomers that it knows:
+All ranks have to include a newcomer from the same step on. They agree on this step through the mean that they exchange
+anyway. With the values of a step, each rank sends the newcomers that it knows:
 
     votes[0, r] = i        if rank r is present as incarnation i and takes no part yet, otherwise 0
-    votes[1, r] = i^2      -1 if r is the sender itself: so the mean tells whose values are in it
+    votes[1, r] = i^2      in this case, otherwise 0; but -1 if r is the sender: so the mean tells whose values it has
 
 In the mean over the ranks, (mean of i)^2 equals the mean of i^2 only if all ranks have sent the same i. The mean of a
 step is equal on all ranks, even if one is lost meanwhile. So all ranks decide the same, before they begin the next
-step. The newcomer takes part from a later step on, at which it can take over the state.
+step. The newcomer's first step is a later one, before which it takes over the state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Process = tuple[int, int]  # Rank, incarnation.
 
 
 class Admissions:
-    """The ranks that take part in the steps of one exchange. Only methods that say so need the monitor.
+    """The ranks that take part in the steps of one exchange. Only methods that say so need the monitor held.
 
     Args:
       membership: The rank's membership.
@@ -44,7 +44,7 @@ class Admissions:
       first_round: Returns the number of a step's first round. Default: the step.
 
     Attributes:
-      own_first_step: First step of this rank, if it was started again; None until another rank has told it.
+      own_first_step: First step of this rank, if it was started again; None until another rank has sent it.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Admissions:
         if not newcomers:
             return decided
         with self._membership.monitor:
-            latest = max(self._first_steps.values())  # If it is still to come, all ranks meet there already.
+            latest = max(self._first_steps.values())  # If this step is still to come, all ranks meet then anyway.
             begin = latest if latest > step else first_step()
             self._first_steps.update(dict.fromkeys(newcomers, begin))
         for rank, incarnation in newcomers:
@@ -153,7 +153,7 @@ class Admissions:
     # For a newcomer.
 
     def wait_for_first_step(self, ranks: Iterable[int]) -> None:
-        """Waits until `own_first_step` is known, or none of `ranks`, which train, is left to agree on it.
+        """Waits until `own_first_step` is known, or until all of `ranks`, which train and agree on it, have left.
 
         Blocks: until then.
 

@@ -1,4 +1,4 @@
-"""`AgreedStates`: states that ranks agree on at certain moments: sums, maxima, and rank 0's."""
+"""`AgreedStates`: states that ranks agree on at certain moments: sums, maxima, and rank 0's values."""
 
 from __future__ import annotations
 
@@ -89,12 +89,12 @@ class AgreedStates:
         """Yields the variables that `synchronize` averages. A collective.
 
         The first list has variables that all ranks know to be averaged: an optimizer may train them, or ranks always
-        average them. The second list has other variables that an optimizer of any rank has trained, and that are frozen
-        by now, or marked.
+        average them. The second list has the other variables that an optimizer of any rank has trained. They are frozen
+        now, or marked.
 
         Args:
           states: All states of a model, the same on all ranks.
-          share: See `agree`. A restarted rank does not know which variables were trained before.
+          share: See `agree`. Needed because a restarted rank does not know which variables were trained before.
         """
         floats = [state for state in states if state.variable.dtype.is_floating]
         yield [state.variable for state in floats if _may_be_averaged(state)]

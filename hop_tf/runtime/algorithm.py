@@ -1,4 +1,4 @@
-"""`Algorithm`: a strategy's half of the training graph. `Scheme`: makes it, and the other half, the exchange."""
+"""`Algorithm`: a strategy's half of the training graph. `Scheme`: makes this half and the other, the exchange."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hop_tf.tensors.packing import TensorSpec
 class Algorithm(GraphState, abc.ABC):
     """A strategy's half of the training graph for the variables of one optimizer, and its work between steps.
 
-    The other half is an `Exchange`, on a thread of its own. In a step, Keras computes gradients, and then come
+    The other half is an `Exchange`, on a thread of its own. In a step, Keras computes gradients. Then follow
 
         before_update  ->  the optimizer updates the variables  ->  after_update  ->  end_step
 
-    Methods that emit are called while a training step is traced (or, with `run_eagerly`, in each step). The others are
-    called outside of graphs. All but the first one have defaults.
+    Methods that emit operations are called while a training step is traced (or, with `run_eagerly`, in each step). The
+    others are called outside of graphs. All but the first one have defaults.
 
     Args:
       group: The variables, and their way to the exchange.
@@ -86,14 +86,14 @@ class Algorithm(GraphState, abc.ABC):
     # Programs that do more than a plain step.
 
     def check_further(self, others: Sequence[Algorithm]) -> None:
-        """Raises ValueError if the group cannot be updated in the same step after these others (or itself)."""
+        """Raises ValueError if the group cannot be updated in the same step after these other groups (or itself)."""
 
     def common_optimizers(self) -> Sequence[tuple[keras.optimizers.Optimizer, Sequence[tf.Variable]]]:
-        """Optimizers, each with slots that are equal on all ranks after `fit`, and which `synchronize` averages."""
+        """Optimizers, each with those slots that are equal on all ranks after `fit`. `synchronize` averages these."""
         return ()
 
     def watched(self) -> Sequence[tf.Variable]:
-        """Variables whose assignments by the program the algorithm has to know of.
+        """The variables for which the algorithm has to know if the program assigns them.
 
         Used if `Scheme.takes_assignments` is False, or `hears_of_assignments` is True.
         """
@@ -115,14 +115,14 @@ class Algorithm(GraphState, abc.ABC):
         """
 
     def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Emits the operations that take variables that a custom loop has assigned between two steps.
+        """Emits the operations that take over values that a custom loop has assigned between two steps.
 
         Args:
           are_assigned: For each variable of `watched`, true if it was assigned.
           weights: The trained weights at the start of the step; empty if `Scheme.takes_assignments` is True.
 
         Returns:
-          bool scalar: False if that is not possible.
+          bool scalar: False if the algorithm cannot take them over.
         """
         return tf.constant(False)
 
@@ -147,7 +147,8 @@ class Scheme(abc.ABC):
         a second copy of the weights overwrites them.
       hears_of_assignments: True if algorithms hear of assignments between two steps although these count anyway
         (`Algorithm.note_assigned`, and in custom loops `take_assigned`).
-      takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count in any case.
+      takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count, even if
+        `takes_assignments` is False.
       in_lock_step: True if each rank waits for all others anyway, so that it may also wait in `strategy.reduce`.
       agrees_on_roster: True if ranks agree, through the exchanged means, on the ranks that share a batch. This matters
         when others take over the rows of a lost rank (see `Roster`). Otherwise each rank uses its own knowledge, and
@@ -170,13 +171,13 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def make_algorithm(self, group: Group) -> Algorithm:
-        """Makes the `Algorithm` of a new group, whose exchange is made."""
+        """Makes the `Algorithm` of a new group, whose exchange exists."""
 
     def specs_beside(self, trained: Sequence[tf.Variable]) -> Sequence[TensorSpec]:
         """The tensors that travel with a group's variables.
 
         Args:
-          trained: Those that the optimizer updates.
+          trained: The variables that the optimizer updates.
         """
         del trained
         return ()

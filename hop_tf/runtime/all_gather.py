@@ -22,7 +22,7 @@ class AllGather:
 
     Values are gathered one after the other, in the order of the program's requests. All ranks have to request the same
     values. If a step is aborted, only some ranks may have made a request. So the number of calls outside of graphs
-    travels with each value, and ranks that are at different calls raise. The thread starts with the first value.
+    travels with each value. If ranks are at different calls, the ops fail. The thread starts with the first value.
 
     Args:
       world_size: Number of ranks.
@@ -52,8 +52,8 @@ class AllGather:
         Blocks: (when run) until all ranks have made the request.
 
         Raises:
-          tf.errors.InvalidArgumentError: When run, if a rank was lost, or has left: the text says which. Also after an
-            aborted step, until the next session.
+          tf.errors.InvalidArgumentError: When run, if a rank was lost, or has left. The text has the reason. Also after
+            an aborted step, until the next session.
         """
         value = tf.convert_to_tensor(value)
         call = _IN_GRAPH

@@ -36,7 +36,7 @@ class Assignments:
         self._is_between_epochs = True
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
-        """Called when a step is traced, or run eagerly. `take_assigned` may need weights from before their decay."""
+        """Called when a step is traced, or run eagerly. `take_assigned` may need the weights before their decay."""
         if self._watch is not None:
             self._watch.trace = trace
             trace.reads_before_decay = not in_fit and not self._scheme.takes_assignments
@@ -52,7 +52,7 @@ class Assignments:
             self._watched[algorithm] = self._watch.add(variables)
 
     def begin_training(self) -> None:
-        """Called when the scheme has taken assignments from before a `fit`. Keeps the weights as `end_epoch` does."""
+        """Called when the scheme has taken over assignments made before a `fit`. Keeps weights as `end_epoch` does."""
         if self._watch is None:
             return
         self._watch.forget()
@@ -64,9 +64,9 @@ class Assignments:
         self._is_between_epochs = True
 
     def end_epoch(self) -> None:
-        """Keeps the weights before callbacks may assign them, unless the scheme takes such assignments.
+        """Keeps the weights' values before callbacks may assign them, unless the scheme takes such assignments.
 
-        Called before the scheme merges what is in flight, even if a callback evaluates the model within an epoch.
+        Called before the scheme merges updates in flight, also if a callback evaluates the model within an epoch.
         Callbacks may evaluate again between two epochs. `leave_epoch_end` then checks their assignments.
 
         Raises:
@@ -87,7 +87,7 @@ class Assignments:
 
         Raises:
           ValueError: If callbacks have changed weights since the end of the previous epoch, and the scheme does not
-            take that.
+            take such changes.
         """
         if self._watch is None:
             return
@@ -119,7 +119,8 @@ class Assignments:
         """Lets algorithms take the assignments of a custom loop after its last step. Called before they finish.
 
         Raises:
-          ValueError: If an algorithm cannot: its second copy would overwrite these weights. A second call succeeds.
+          ValueError: If an algorithm cannot take them: its second copy would overwrite these weights. A second call
+            succeeds.
         """
         for algorithm, watched in self._watched.items():
             if not watched.is_assigned():
@@ -167,7 +168,7 @@ class Assignments:
                 raise ValueError(error)
 
     def _check_loop(self, algorithm: Algorithm, read: Callable[[], Sequence[tf.Tensor]]) -> None:
-        """Checks a custom loop in the graph, which alone knows when a step begins.
+        """Checks a custom loop in the graph, because only the graph knows when a step begins.
 
         Args:
           algorithm: The algorithm of the group.

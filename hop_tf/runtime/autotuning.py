@@ -5,16 +5,16 @@ on all ranks, even if a rank is lost meanwhile. The choice is a function of such
 other.
 
 A candidate is a *way*, which is an algorithm with a codec, and a width K. A rank applies a mean K - 1 steps late. The
-mean is that of a round of p steps, and K may determine p. A step of a candidate takes
+mean covers a round of p steps, and K may determine p. A step of a candidate takes
 
     K = 1       computing + communicating / p            (Pipe-SGD, Equation 2)
     K >= 2      max(computing, communicating / p)        (Equation 4)
 
-A candidate that changes training more than another one must save `WORTHWHILE` of the other one's step. Among larger
-widths, the larger one has to save less, so that communication is hidden.
+A candidate that changes training more than another one must save `WORTHWHILE` of the other one's step. Between two
+widths above the least, the larger one has to save less, so that communication is hidden.
 
     exploring   Ranks try each way for a few steps at the least width. If communicating is short, they try only the
-                first way. Before ranks choose another candidate than the first, they try the first one again, because
+                first way. Before ranks choose a candidate other than the first, they try the first one again, because
                 programs are slower at their beginning. They leave this out if the first one is slower by far.
     settled     Ranks keep their choice until its times differ for two blocks of steps, or until other ranks take part.
                 Then they explore again. If no graph has to be traced, and times do not differ by far, ranks choose
@@ -46,22 +46,22 @@ _BY_FAR = 1.7
 _NEGLIGIBLE = 0.01
 # Steps of a session that exploring may take: a number of steps, plus a share of all steps.
 _FREE_STEPS, _SHARE_OF_STEPS = 100, 0.01
-# A table with a column for each rank. The rows: its two times, its state (one of the next two, or 0), and 1 + the index
-# of its chosen setting, or 0.
+# A table with a column for each rank. The rows: its two times, its state (one of the next two constants, or 0), and 1 +
+# the index of its chosen setting, or 0.
 _SPEC_NAME = "hop_tf_times"
 _IS_NARROW, _IS_LATE = 1, 2
 _LEAST_SECONDS = 1e-9  # A period of 0 stands for a rank that takes no part.
 
 
 class Setting(NamedTuple):
-    """A candidate: the index of a way, and a width, one more than the number of steps that a mean is late."""
+    """A candidate: the index of a way, and a width, which is 1 + the number of steps by which a mean is late."""
 
     way: int
     width: int
 
 
 class Times(NamedTuple):
-    """Durations in seconds: of a step, from the begin of an exchange to the next one, and of a round's exchange."""
+    """Durations in seconds: of a step, from the start of an exchange to the next start, and of a round's exchange."""
 
     period: float
     exchange: float
@@ -72,11 +72,12 @@ class Pace:
     """Numbers of steps to measure. Long steps need fewer measurements, because disturbances are short.
 
     Attributes:
-      skipped: Number of steps after a change that are not measured. Twice as many before the first measurement.
+      skipped: Number of steps after a change that are not measured. Twice as many before the first measurement, and
+        with widths above 1.
       measured: Number of measured steps of each candidate.
       block: Number of steps of a block. The median of a block counts.
-      long_seconds: Steps that take longer are skipped and measured in smaller numbers, in proportion. At least half as
-        many are measured, except of the first candidate.
+      long_seconds: If steps take longer, fewer are skipped and measured, in proportion. At least half as many are
+        measured, except for the first candidate.
     """
 
     skipped: int = 2
@@ -85,7 +86,7 @@ class Pace:
     long_seconds: float = 0.1
 
     def scaled(self, number: int, period: float) -> int:
-        """A number of steps of a candidate, in proportion if they take long."""
+        """The number of steps of a candidate: fewer, in proportion, if they take long."""
         return max(1, int(number * min(1.0, self.long_seconds / period)))
 
 
@@ -99,7 +100,7 @@ def _one_step(width: int) -> int:
 
 
 class Autotuner:
-    """See above. One for each exchange; called by its communication thread only.
+    """See above. Each exchange has its own, and only its communication thread calls it.
 
     Args:
       ways: The ways, beginning with the one that changes training least.
@@ -146,7 +147,7 @@ class Autotuner:
 
     @staticmethod
     def spec(world_size: int, dtype: tf.DType = tf.float64, *, exact: bool = False) -> TensorSpec:
-        """The tensor that travels beside a round's values; dtype and `exact` say in which bucket."""
+        """The tensor that travels with a round's values. dtype and `exact` choose its bucket."""
         return TensorSpec(_SPEC_NAME, (4, world_size), dtype, exact, on_host=True)
 
     @staticmethod
@@ -255,7 +256,7 @@ class Autotuner:
         return Times(period, max(0.0, period - computing) * interval)
 
     def _scaled(self, number: int) -> int:
-        """A number of steps, if ranks explore and all steps so far took long."""
+        """The number of steps: fewer if ranks explore and all steps so far took long."""
         if not self._is_exploring or not self._heard:
             return number
         return self._pace.scaled(number, self._heard[0].period)
@@ -286,7 +287,8 @@ class Autotuner:
     def _num_to_measure(self) -> int:
         """Returns the number of steps of this candidate to measure.
 
-        One step may be enough to see that the first candidate is slower by far. Keeping it takes all, at no cost.
+        One step may be enough to see that the first candidate is slower by far. If ranks would keep it, they measure
+        all steps, at no cost.
         """
         number = self._pace.measured
         is_first = not self._results
@@ -308,7 +310,7 @@ class Autotuner:
         """The way of the next step, for `strategy.report()`.
 
         Returns:
-          `uses_ring`: 1 or 0; `uses_bcube`, if it can be chosen: 1 or 0; `encoded_bytes_per_value`: 4 of a lossless
+          `uses_ring`: 1 or 0; `uses_bcube`, if it can be chosen: 1 or 0; `encoded_bytes_per_value`: 4 for a lossless
           float32.
         """
         way = self.ways[self.setting.way]
@@ -354,7 +356,7 @@ class Autotuner:
         return [each for each in self._settings if each.width in widths and self._narrowed(each) in self._results]
 
     def _is_worth_tracing(self, wide: Setting) -> bool:
-        """True if this setting would have saved the time for tracing its graph in the steps so far.
+        """True if, in the steps so far, this setting would have saved the time that tracing its graph takes.
 
         Only savings beyond `WORTHWHILE` count, because the setting may save less than predicted.
         """
@@ -365,7 +367,7 @@ class Autotuner:
         return saved * self._num_steps >= _TIMES_TRACING * self._tracing_seconds
 
     def _try_wide(self) -> None:
-        """Tries a larger width if `_is_worth_tracing` by now."""
+        """Tries a larger width if it is worth tracing by now."""
         if not self._results or len(self._widths) == 1 or self.setting.width > self._widths[0]:
             return
         best = self._best(self._candidates(self._may_widen))
@@ -376,7 +378,7 @@ class Autotuner:
     def _untried(self) -> Setting | None:
         """The next way to try, at the least width, or None.
 
-        Ranks try codecs with one algorithm first, the codec that sends the least before the others. They leave out a
+        First, ranks try codecs with one algorithm, beginning with the codec that sends the least. They leave out a
         codec that would take longer even if only bytes took time. They try further algorithms unless another codec was
         faster by far.
         """
@@ -398,8 +400,8 @@ class Autotuner:
     def _is_too_long(self, setting: Setting, tried: Sequence[Setting]) -> bool:
         """True if a codec that was not tried yet cannot be chosen with any width, because its bytes take too long.
 
-        An exchange takes at least as large a part of the first way's as the codec sends of its bytes. Another algorithm
-        may be faster, but not by far.
+        Compared with the first way, an exchange shortens at most in proportion to its bytes. Another algorithm may be
+        faster, but not by far.
         """
         way, first = self.ways[setting.way], self.ways[0]
         period, exchange = self._results[self._settings[0]]
@@ -431,7 +433,7 @@ class Autotuner:
         return times.exchange / interval / times.period > (1 - WORTHWHILE if hides_all else WORTHWHILE)
 
     def _is_much_faster(self, setting: Setting, other: Setting) -> bool:
-        """True if another candidate is slower by far, even if ranks tried it at the beginning of the program."""
+        """True if `other` is slower by far, even if ranks tried it at the beginning of the program."""
         return self._seconds(setting) < _MUCH_FASTER * self._seconds(other, self._least)
 
     def _seconds(self, setting: Setting, results: Mapping[Setting, Times] | None = None) -> float:

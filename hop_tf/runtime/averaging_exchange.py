@@ -178,7 +178,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
 
 
 def with_values(buckets: Sequence[np.ndarray], place: tuple[int, slice], values: np.ndarray) -> list[np.ndarray]:
-    """The buckets with these values in one place, as of `Packing.place`. Only that bucket is copied."""
+    """The buckets with these values at one place: see `Packing.place`. Only that bucket is copied."""
     buckets, (bucket, where) = list(buckets), place
     buckets[bucket] = buckets[bucket].copy()
     buckets[bucket][where] = values.ravel()

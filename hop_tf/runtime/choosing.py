@@ -1,4 +1,4 @@
-"""`choose`: the rule for choosing settings that make a step shorter, and may change training.
+"""`choose`: the rule for choosing settings that make a step shorter, but may change training.
 
 Ranks apply it to measured times (`hop_tf.runtime.autotuning`), and `hop_tf plan` and `diagnose` to predicted ones.
 """
@@ -23,7 +23,7 @@ def algorithms_to_try(algorithm: str, world_size: int) -> list[str]:
     """
     if algorithm != AUTO:
         return [algorithm]
-    return ["mesh", "ring"] if world_size > 2 else ["mesh"]  # Of two ranks, a ring only takes longer.
+    return ["mesh", "ring"] if world_size > 2 else ["mesh"]  # With two ranks, a ring only takes longer.
 
 
 def choose(

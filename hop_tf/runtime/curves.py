@@ -22,7 +22,7 @@ _PROCESSES = "hop_tf processes"
 _OTHER = "hop_tf other"
 
 _MILLISECONDS = 1000.0
-# The step of a point, and the number of the run, are no curves.
+# Not curves, but the number of the run, and the step of a point.
 _NO_CURVES = frozenset({"rank", "steps"})
 # Names that `Curves` adds to those of a report.
 _STEP_SECONDS, _HIDDEN_SECONDS = "step_seconds", "hidden_seconds"
@@ -325,8 +325,8 @@ class Curves:
           report: A report of `ExchangeStrategy.report`.
 
         Returns:
-          A point for each curve. The first report is relative to zero. Without a step since the last report there is
-          no rate, and the next report has the increase of both.
+          A point for each curve. The first report is relative to zero. If no step was made since the last report, there
+          are no rates, and the next report has the increases of both.
         """
         values = dict(self._values(report))
         if report["steps"] != self._last.get("steps", 0):

@@ -42,7 +42,7 @@ class EpochEnds:
 
     Attributes:
       rounds: Rounds of the ranks that have made the same number of steps, one for each `Moment`.
-      agrees: True if this rank agrees on metrics with others in the running `fit`. All ranks then do, except a rank
+      agrees: True if this rank agrees on metrics with others in the running `fit`. Then all ranks agree, except a rank
         that has joined.
       stops_together: True if all ranks stop after the same step, too.
     """
@@ -123,7 +123,7 @@ class EpochEnds:
         self._has_agreed = False
 
     def note_metrics(self, model: keras.Model) -> None:
-        """Keeps the metrics of an epoch whose steps are made, before they may be reset."""
+        """Keeps the metrics of an epoch after its last step, before they may be reset."""
         if not self.agrees or model is not self._model:
             return
         if self._states is None or self._states[0] != self._num_begun:

@@ -28,9 +28,9 @@ class Request:
 class Result:
     """The answer to a `Request` of the same step. The graph gets results in the order of the requests.
 
-    The segment is that of the `Request`, unless the scheme returns more. `Exchange.parts` has the packing of its
-    buckets. TensorFlow takes over the arrays: do not modify them afterwards. The rank skips the next `num_skipped`
-    training steps. The next `Request` belongs to the step after them. `num_dropped` of the step's last segments were
+    The segment is that of the `Request`, or a further one, which has results only. `Exchange.parts` has the packing of
+    its buckets. TensorFlow takes over the arrays: do not modify them afterwards. The rank skips the next `num_skipped`
+    training steps. The next `Request` belongs to the step after them. The last `num_dropped` segments of the step were
     dropped: their values were not sent.
     """
 
@@ -45,9 +45,9 @@ class Exchange(abc.ABC):
     """A scheme's communication for one group of variables: plain Python over arrays, queues and `Membership.wait`.
 
     Attributes:
-      max_in_flight: Number of elements that the graph may submit before it takes the first one's result.
+      max_in_flight: Number of requests that the graph may submit before it takes the first one's result.
       num_threads: Number of calls of `step` that may run at the same time. Their results are delivered in order.
-      parts: The packings of a step's segments, if each segment holds some of the variables only. Otherwise empty.
+      parts: The packings of a step's segments, if each segment holds only some of the variables. Otherwise empty.
       step_offset: Number of steps that the others have made without this rank: its step k is their step
         k + step_offset. `fit` skips the batches of these steps.
     """
@@ -89,7 +89,7 @@ class Exchange(abc.ABC):
         Blocks: on peers, by `Membership.wait`.
 
         Returns:
-          The result for the graph; None if that comes with a later segment.
+          The result for the graph; None if the result comes with a later segment.
 
         Raises:
           HopError: If a peer fails, or breaks the protocol.

@@ -1,9 +1,10 @@
 """`ExchangeRunner`: the bridge between the training graph and a scheme's `Exchange`.
 
-In the graph, once a step: pack -> encode, if the scheme does -> `outbox` ... `results` -> use. Both are TensorFlow FIFO
-queues in this process. A communication thread takes from the outbox, runs the scheme's `Exchange.step`, and puts into
-the result queue. In a dataflow graph, an operation waits only for its inputs. So values that enter the outbox at the
-start of a step travel while the step computes. Only the operations that use the result wait for the result.
+In the graph, once a step: pack -> encode, if the scheme does -> `outbox` ... `results` -> use. `outbox` and `results`
+are TensorFlow FIFO queues in this process. A communication thread takes requests from the outbox, runs the scheme's
+`Exchange.step`, and puts results into the result queue. In a dataflow graph, an operation waits only for its inputs. So
+values that enter the outbox at the start of a step travel while the step computes. Only the operations that use the
+result wait for the result.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ _POISON = -1
 class ExchangeRunner:
     """Runs an `Exchange` on communication threads, behind two TensorFlow queues.
 
-    Failures never close a queue, because Keras would take that for the end of the data. They travel through the result
-    queue as a poison element, and an assertion in the graph raises them.
+    Failures never close a queue, because Keras would take a closed queue for the end of the data. Failures travel
+    through the result queue as a poison element, and an assertion in the graph raises them.
 
     Args:
       name: Name of the threads.
@@ -77,7 +78,7 @@ class ExchangeRunner:
         self._on_error = on_error
         self._on_nonfinite = on_nonfinite
         self._recorder = recorder
-        # At the end of the previous step, if that is recorded.
+        # The outcomes at the end of the previous step, if that step is recorded.
         self._outcomes: Mapping[str, int] = {}
         self._is_counting = False
         self._quiet = threading.Event()
@@ -137,8 +138,9 @@ class ExchangeRunner:
           sizes: Elements of each bucket.
 
         Returns:
-          One flat tensor per bucket, and int64 scalars `Result.num_skipped` and `Result.num_dropped`. Their consumers
-          wait as long as the scheme does. All but `num_dropped`, which few use, fail if the scheme failed.
+          One flat tensor per bucket, and int64 scalars `Result.num_skipped` and `Result.num_dropped`. Operations that
+          use them wait until the scheme has the result. All but `num_dropped`, which few use, fail if the scheme
+          failed.
 
         Raises:
           tf.errors.InvalidArgumentError: When executed, if the scheme failed. The text is the failure's.
@@ -191,7 +193,7 @@ class ExchangeRunner:
 
     @runs_on_host
     def _run(self) -> None:
-        # No name here may keep a step's arrays, which can be large, alive while the thread waits for the next step.
+        # No variable here may keep a step's arrays alive while the thread waits for the next step: they can be large.
         try:
             while True:
                 self._answer(*self._take())

@@ -45,7 +45,7 @@ class FinalWeights:
         return _CLAIM in owners
 
     def note(self, variables: Sequence[tf.Variable]) -> None:
-        """Keeps the weights that the strategy leaves: as references, until a few callbacks have run."""
+        """Keeps references to the weights that the strategy leaves, until a few callbacks have run."""
         self._variables = [variable for variable in variables if variable.dtype.is_floating]
         self._values = [variable.read_value() for variable in self._variables]
 
@@ -68,7 +68,8 @@ class FinalWeights:
     def agree(self, membership: Membership, num_steps: int, collectives: RankCollectives) -> None:
         """Averages the weights over the ranks, if callbacks have changed those of any rank. A collective, after `fit`.
 
-        A rank that has ended early waits for the others here. It has left the session, so that they go on without it.
+        A rank that has ended early waits for the others here. It has left the session, so that they continue without
+        it.
 
         Args:
           membership: This rank's membership.

@@ -16,7 +16,8 @@ _HEADER = struct.Struct("<qq")  # The session, and the digest.
 class FirstBatches:
     """Compares the first global batch of a `fit` on all ranks, and warns, once, if two ranks differ.
 
-    No rank waits: each rank tells its parent in the tree of all ranks. The parent compares when it has its own batch.
+    No rank waits: each rank sends its digest to its parent in the tree of all ranks. The parent compares when it has
+    its own batch.
 
     Args:
       membership: This rank's membership.

@@ -206,7 +206,7 @@ class FitLoop(TrainingHooks):
                     backups.agree(self._rank, self.runtime.collectives.share, in_lock_step=self._scheme.in_lock_step)
                 if self._rows is not None:
                     self._rows.begin_fit(self.runtime.share_rounds)
-                # A process that was started again skips past epochs.
+                # A process that was started again skips the epochs that are over.
                 agrees = agrees and not self.runtime.joining
                 self.runtime.epoch_ends.begin_fit(agrees=agrees, in_lock_step=self._scheme.in_lock_step)
                 self._passed_steps.begin_session()
@@ -263,7 +263,7 @@ class FitLoop(TrainingHooks):
 
     @as_own_updates()
     def _end_loop(self) -> None:
-        """Ends the session of a custom loop, if there is one: it has no end of its own."""
+        """Ends the session of a custom loop, if there is one, because the loop itself does not end it."""
         if self.runtime.in_session:
             self.settle_sums()
             if self._scheme.settles_loops:
@@ -323,7 +323,7 @@ class FitLoop(TrainingHooks):
 
     @as_own_updates()
     def begin_training(self, model: keras.Model | None = None) -> None:
-        """Lets algorithms take changes from before `fit`, and by callbacks."""
+        """Lets algorithms take over changes that were made before `fit`, or by callbacks."""
         if self.runtime is not None:
             self.runtime.epoch_ends.begin_training(model)
         self._missed_steps.begin_training()
@@ -428,7 +428,7 @@ class FitLoop(TrainingHooks):
         if self._phase is not Phase.FITTING:
             return
         self._phase = Phase.FINISHED
-        averaged = [group for group in self.groups if use_ema(group.optimizer())]  # Keras takes the averages now.
+        averaged = [group for group in self.groups if use_ema(group.optimizer())]  # Keras assigns averages now.
         self._assignments.leave_epoch_end([variable for group in averaged for variable in group.trained])
         self.runtime.epoch_ends.finish_training()
         if self._rows is not None:
@@ -439,7 +439,7 @@ class FitLoop(TrainingHooks):
             self._final_weights.note([variable for group in self.groups for variable in group.variables])
 
     def _agree_on_final_weights(self) -> None:
-        """Handles weights that callbacks have changed after the last step. Others have left the session, or will."""
+        """Handles weights that callbacks changed after the last step. Others have left the session, or are about to."""
         if not self._final_weights.is_needed(self.runtime.membership.owners):
             return
         if self._scheme.in_lock_step:
@@ -477,7 +477,7 @@ class FitLoop(TrainingHooks):
 
     @property
     def num_loss_parts(self) -> int:
-        """In a custom loop, the number of ranks: it divides losses by that, as under any `tf.distribute.Strategy`.
+        """In a custom loop, the number of ranks: the loop divides losses by it, as under any `tf.distribute.Strategy`.
 
         In Keras's own loops, 1: user code for these, such as a `train_step` or a callback, does not divide losses.
         """
@@ -544,7 +544,7 @@ class FitLoop(TrainingHooks):
         return [*shares, *([self.roster.variable] if has_roster else [])]
 
     def leave_step(self, trace: StepTrace) -> None:
-        """Raises if a step trained a model without an update that was seen: silently, nothing would be exchanged."""
+        """Raises if a step trained a model, but no update was seen: ranks would silently exchange nothing."""
         trains = self.runtime is not None and trace.model is not None and trace.model.trainable_weights
         optimizer = getattr(trace.model, "optimizer", None)
         if tf.executing_eagerly() and optimizer is not None and gradient_accumulation_steps(optimizer) > 1:
@@ -571,7 +571,7 @@ class FitLoop(TrainingHooks):
 
     @property
     def replaces_gradients(self) -> bool:
-        """True if a step exchanges its gradients, or delays them. Otherwise it is left as it is."""
+        """True if a step exchanges its gradients, or delays them. Otherwise, the step stays as it is."""
         return self.runtime is not None or self._delays_gradients
 
     @property

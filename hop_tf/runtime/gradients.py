@@ -24,17 +24,18 @@ from hop_tf.tensors.packing import TensorSpec
 class GradientExchange(AveragingExchange):
     """Averages gradients, segment by segment. Changes of carried variables, and the learning rate, travel with them.
 
-    If ranks have slices of different sizes, each sends its gradients times its rows, and its rows in segment 0:
+    If ranks have slices of different sizes, each sends its gradients times its number of rows, and this number in
+    segment 0:
 
         mean = (sum of rows[r] gradient[r] over r) / (sum of rows[r] over r)
 
     The sum of the rows is over the ranks present in segment 0. If a rank is lost between two segments of a step, the
     divisor of the later segments still includes its rows. The divisor is the same on all ranks.
 
-    The last tensors of the packing are those of `specs_beside`. If these admit ranks that were started again, a step
-    ends with `Meeting.meet_if_due`.
+    The last tensors of the packing are those of `specs_beside`. If they include `Admissions.spec`, ranks that were
+    started again are admitted, and a step ends with `Meeting.meet_if_due`.
 
-    If they include `Autotuner.spec`, ranks choose by the durations of steps: a way to average, or a width.
+    If they include `Autotuner.spec`, ranks choose a way to average, or a width, by the durations of steps.
 
     Args:
       context: Membership, packing and buffers of the group.
@@ -167,7 +168,7 @@ class GradientExchange(AveragingExchange):
         return self.tuner is not None and self.tuner.setting.width != self.width
 
     def chosen_width(self, step: int) -> int:
-        """K as ranks have chosen it by the mean of that step: equal on all ranks, whatever they have chosen since."""
+        """K as ranks have chosen it by the mean of that step. Equal on all ranks, and not changed by later choices."""
         return next(width for at, width in reversed(self.chosen_widths) if at <= step)
 
     def _begin_timing(self) -> None:
@@ -224,7 +225,7 @@ def _find_rows(specs: Sequence[TensorSpec]) -> int | None:
 
 
 def with_rows_first(members: Sequence[list[int]], specs: Sequence[TensorSpec]) -> list[list[int]]:
-    """The segments with the ranks' rows, if these travel, in the first one: all segments are divided by their sum."""
+    """The segments, with the ranks' rows in the first one, if rows travel. All segments are divided by their sum."""
     rows = _find_rows(specs)
     if rows is None:
         return list(members)

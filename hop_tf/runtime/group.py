@@ -52,7 +52,7 @@ class ExchangeContext:
       trained: The variables that the optimizer updates.
       carried: This rank's changes of the variables that are exchanged together with the trained ones.
       roster: The ranks that share each batch; None if all ranks share it, even lost ones.
-      get_algorithm: Returns the constructor of the all-reduce with a name. Default: knows a ring and a mesh.
+      get_algorithm: Returns the constructor of the all-reduce with the given name. Default: knows a ring and a mesh.
     """
 
     group: str
@@ -89,7 +89,7 @@ class ExchangeContext:
         """Makes an all-reduce of buckets. Exact buckets, and buckets of float64, do not pass through `codec`.
 
         Args:
-          name: Distinguishes it from the group's other all-reduces; equal on all ranks.
+          name: Distinguishes this all-reduce from the group's others; equal on all ranks.
           packing: The buckets.
           codec: The codec for float32, bfloat16 and float16; or a `LowRank`, also for packings without large kernels.
           algorithm: See `hop_tf.collectives.get_algorithm`.
@@ -125,8 +125,8 @@ class Group:
     Attributes:
       context: The tools that the exchange was made with.
       exchange: The scheme's communication.
-      runner: Its thread and queues.
-      step: int64 variable: the running session's steps.
+      runner: The threads and queues of the exchange.
+      step: int64 variable: the present step of the running session.
       statistics: Counts the time that steps wait.
     """
 
@@ -190,7 +190,7 @@ class Group:
         Args:
           segment: The segment.
           computed: The tensors.
-          step: As of `submit`.
+          step: As for `submit`.
         """
         with tf.control_dependencies(_joined(computed)):
             nothing = [tf.zeros([0], dtype) for dtype in self.packing.dtypes]
@@ -207,12 +207,12 @@ class Group:
         """Emits the ops that take the scheme's result for this step.
 
         Args:
-          computed: The step's own computation meanwhile. Only the time after it counts as waiting. The result is taken
-            after it, so that a step whose batch never comes takes no result.
+          computed: The tensors that the step computes meanwhile. The result is taken after these, so that a step whose
+            batch never comes takes no result. Only the time from then on counts as waiting.
           segment: The segment that was submitted.
           take: `take(step, segment)` emits the ops that take the result of a step. Default: `self.take`.
           step: The number that was submitted. Default: the step.
-          packing: As of `submit`.
+          packing: As for `submit`.
 
         Returns:
           One tensor per variable (of the segment), and int64 scalar: the number of training steps to skip after this
@@ -268,8 +268,8 @@ class Group:
     def constrain(self) -> None:
         """Emits the ops that apply the constraints of layers to weights.
 
-        The optimizer does so after each update, after the scheme's part of it. At the end of `fit`, the scheme has to:
-        a mean may violate a constraint that each rank's weights satisfy.
+        The optimizer does so after each update, after the scheme's part of it. At the end of `fit`, the scheme has to
+        do so itself: a mean may violate a constraint that each rank's weights satisfy.
         """
         constrain(self.optimizer(), self.trained)
 

@@ -59,12 +59,12 @@ class Joiner(abc.ABC):
 
     @abc.abstractmethod
     def meet(self, rank: int, step: int) -> None:
-        """Called when rank `rank` is in `step`, and sends this rank its messages of later steps. Follows `begin_at`."""
+        """Called when rank `rank` is in `step`, and sends this rank the messages of later steps. Follows `begin_at`."""
 
     @abc.abstractmethod
     def admit(self, rank: int, step: int) -> int:
-        """Called when rank `rank` is to enter `step`, as another process than before.
+        """Called when rank `rank` is to enter `step`, in a new process.
 
         Returns:
-          The step that this rank is in. It sends the newcomer its messages of later steps.
+          The step that this rank is in. This rank sends the newcomer its messages of later steps.
         """

@@ -1,15 +1,15 @@
 """`Joining`: lets a rank that was started again take part in a running session.
 
 The new process skips the steps that the others have made, on its own (`Membership.joining`), and repeatedly asks for
-their positions. When it is near, it takes the state of the peer that is furthest, from the start of that peer's next
-step k. The newcomer announces to all that it enters step k + 1. Each of its peers makes room for the newcomer, and
-answers with the peer's own step. The peer sends the messages of all later steps to the newcomer, too. When all present
-peers have answered, the newcomer is one of them. Before that, no rank waits for the newcomer, and no rank stops.
+their positions. When it is near, it takes the state that the furthest peer has at the start of its next step k. The
+newcomer announces to all that it enters step k + 1. Each of its peers makes room for the newcomer, and answers with its
+own step. From then on, the peer sends the messages of later steps to the newcomer, too. When all present peers have
+answered, the newcomer is one of them. Before that, no rank waits for the newcomer, and no rank stops.
 
-Synchronous ranks all have to begin with the newcomer in the same step, and the newcomer needs the state of this step.
+All synchronous ranks have to include the newcomer from the same step on, and the newcomer needs the state of this step.
 So the newcomer first announces its presence. The others agree on its first step (see `hop_tf.runtime.admissions`), and
-tell the newcomer, which skips the steps before. The others wait before its first step (`meet`) until the newcomer has
-the state, which is equal on all of them.
+tell the newcomer, which skips the earlier steps. Before the newcomer's first step, the others wait (`meet`) until it
+has the state. This state is equal on all of them.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ class Joining:
         """Takes over `peer`'s state.
 
         Returns:
-          The step whose start the state is from, and the bytes that the exchange has added; None if the peer is gone.
+          The step at whose start the peer has read the state, and the bytes that the exchange has added; None if the
+          peer is gone.
         """
         replies = self._request([peer], membership_pb2.StateRequest(wants_state=True), position)
         if peer not in replies or not replies[peer][0].has_state:
@@ -362,7 +363,7 @@ class Joining:
           HopError: As `Membership.wait` does.
         """
         exchange = self._exchanges[group]
-        if exchange.roster is not None:  # It is a part of the state that newcomers get.
+        if exchange.roster is not None:  # The roster is a part of the state that newcomers get.
             with self._monitor:
                 admitted = exchange.admissions.admitted_at(step)
             exchange.roster.admit(admitted)
@@ -401,7 +402,7 @@ class Joining:
             self._membership.send_to_newcomer(rank, _REPLY, reply.SerializeToString(), payload, lane=BULK_LANE)
 
     def end_session(self) -> None:
-        """Called when this rank stops training. Ranks that ask for its state learn that from its departure."""
+        """Called when this rank stops training. Ranks that have asked for its state learn this from its departure."""
         with self._monitor:
             self._step = _NOT_THERE
             self._asking_for_state = []
@@ -472,7 +473,7 @@ class Joining:
                 return
             is_present = welcome.sender_incarnation == self._membership.incarnation_of(message.sender)
             for group, step in welcome.steps.items():
-                if group in self._exchanges and is_present:  # Otherwise the sender has joined itself meanwhile.
+                if group in self._exchanges and is_present:  # Otherwise the sender itself has rejoined meanwhile.
                     self._exchanges[group].meet(message.sender, step)
             self._welcomed.add(message.sender)
             self._monitor.notify_all()

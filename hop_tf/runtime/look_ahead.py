@@ -1,7 +1,7 @@
 """`LookAhead`: a local look-ahead. A rank applies its own gradients until the mean gradients arrive.
 
     The optimizer moves the merged weights and slots with mean gradients only, D steps late, equally on all ranks.
-    A rank computes its gradients at weights that follow from these, by its own gradients that are still in flight.
+    A rank computes its gradients at weights that also include updates with its own gradients in flight.
     In other words, the rank replays its own recent gradients: `compensation="replay"`.
 
 In step t, with g[s] a rank's own gradient of step s:
@@ -13,8 +13,8 @@ In step t, with g[s] a rank's own gradient of step s:
 These are D + 1 updates of the optimizer. They need one more copy of weights and slots, and D - 1 more gradients. The
 merged state is equal on all ranks, to the bit, at every step, with any optimizer.
 
-With D = 1 and most of Keras's optimizers, a twin has the merged state and makes the first update: with many small
-variables that costs next to nothing. Otherwise the optimizer makes all updates, with its own variables.
+With D = 1 and most of Keras's optimizers, a twin holds the merged state and makes the first update. With many small
+variables, this costs next to nothing. Otherwise the optimizer makes all updates, with its own variables.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class LookAhead(abc.ABC):
     def begin_once(self) -> None:
         """Begins with the present state, outside of the graph that is traced, unless the look-ahead has begun.
 
-        Does nothing if a variable has no value yet: a tf.function that creates slots is traced again when they have.
+        Does nothing if a variable has no value yet: a tf.function that creates slots is traced again when they have
+        values.
         """
         state = [*self._variables, *self._slots, iterations_variable(self._optimizer())]
         with tf.init_scope():
@@ -59,13 +60,13 @@ class LookAhead(abc.ABC):
                 self.begin()
 
     def begin(self) -> None:
-        """Takes the present state for the merged state: no gradient is in flight. Outside of graphs."""
+        """Takes the present state as the merged state: no gradient is in flight. Outside of graphs."""
         self.has_begun = True
         self.take(self._variables)
 
     @abc.abstractmethod
     def take(self, weights: Sequence[tf.Tensor | tf.Variable]) -> None:
-        """Emits the ops that take these weights, and the present slots, for the merged state."""
+        """Emits the ops that take these weights, and the present slots, as the merged state."""
 
     @abc.abstractmethod
     def restore(self) -> None:
@@ -163,8 +164,8 @@ class _OwnLookAhead(LookAhead):
             optimizer = self._optimizer()
             for gradients in self._own.all():
                 update(optimizer, gradients, self._variables)
-            # The optimizer is in the last of the batches whose gradients it accumulates. Merged counts are of whole
-            # updates.
+            # The optimizer is at the last of the batches whose gradients it accumulates. Merged counts are those of
+            # whole updates.
             count, every = iterations_variable(optimizer), gradient_accumulation_steps(optimizer)
             count.assign(count - count % every + every - 1)
             prepare_update(optimizer, own, self._variables)

@@ -28,7 +28,7 @@ class Meeting:
                 self._at = tf.Variable(_NEVER, dtype=tf.int64, trainable=False, name="hop_tf_meet_at")
 
     def begin_session(self) -> None:
-        """Forgets meetings of the session before."""
+        """Forgets meetings of the previous session."""
         if self._at is not None:
             self._at.assign(_NEVER)
 
@@ -41,7 +41,8 @@ class Meeting:
         """Emits, at the end of a step, the ops that meet newcomers if the next step is their first.
 
         Args:
-          settle: Emits the ops that make the state equal on all ranks, with nothing in flight. Default: it always is.
+          settle: Emits the ops that make the state equal on all ranks, with nothing in flight. Default: none, because
+            the state always is.
         """
         if self._at is None:
             return

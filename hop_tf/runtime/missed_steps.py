@@ -12,8 +12,8 @@ class MissedSteps:
     """Skips batches whose steps others have made while they did not hear of this rank (`Exchange.step_offset`).
 
     This happens between two steps of `fit`, so it costs the graph nothing. The optimizer's count, and schedules of
-    learning rates, go on as if the steps had been made. Its slots stay as they are. With several steps per execution,
-    only whole executions are skipped.
+    learning rates, continue as if the steps had been made. Its slots stay as they are. With several steps per
+    execution, only whole executions are skipped.
     """
 
     def __init__(self):

@@ -11,27 +11,29 @@ Only means move the merged weights, so these are equal to the bit on all ranks. 
 of all ranks are equal, too. With windows of several steps and no delay this is local SGD. An outer optimizer makes it
 DiLoCo, and a delay in addition the eager form of DiLoCo.
 
-With a delay of several steps that is unstable. When a mean arrives, later gradients of the rank have already undone a
-part of its own changes. Replacing these changes undoes this part twice. Merging gently keeps ranks closer together:
+With a delay of several steps, this way of merging is unstable. When a mean arrives, later gradients of the rank have
+already undone a part of its own changes. Replacing these changes undoes this part twice. Merging gently keeps ranks
+closer together:
 
     slow     <-  slow + kappa mean(changes)                     when a window is merged
     slow     <-  slow + a_2 (merged - slow)                     when a window ends
     weights  ->  slow + kappa (own changes of windows that are not merged yet)
 
-Own changes count whole until their window ends, and with a factor kappa after that. At the end of a window, weights
-move as the slow values do, and in addition a part a_1 of the distance to their target. With a = 1 - (1 - 1 / T)^p for
-windows of p steps, a distance falls to 1/e in T steps. Only means move the slow values, too. With kappa = 1 and
-T_1 = T_2 = 1, means are merged at once.
+Own changes count in full until their window ends, and with a factor kappa after that. At the end of a window, weights
+move as the slow values do, and in addition by a part a_1 of the distance to their target. With a = 1 - (1 - 1 / T)^p
+for windows of p steps, a distance falls to 1/e in T steps. The slow values, too, are moved by means only. If kappa, T_1
+and T_2 are 1, means are merged at once.
 
 If the program has assigned a weight, the weight must stay: no distance to a target may remain. So the change of that
 window is the assigned value less the merged value and the changes in flight. Its kappa is 1. The slow value is set so
-that the weight stays. Of earlier steps, only the part that this rank's weight held counts. Other weights keep theirs.
+that the weight stays. Of earlier steps, only the part that this rank's weight held counts. For other weights, nothing
+changes.
 
 The calls at the end of a window, in this order: `multiply` if changes are made longer, `take`, then `merge` and
 `follow` for a window that is due, then `approach`. To merge at once, `give` replaces the last two.
 
-Memory, in models: the merged weights, the weights at the end of the last window, and one for each newer window that may
-be in flight. Merging gently takes one more.
+Memory, in copies of the model's weights: the merged weights, the weights at the end of the last window, and one for
+each newer window that may be in flight. Merging gently takes one more.
 
 References:
   Stich. Local SGD Converges Fast and Communicates Little. ICLR 2019. Douillard et al. DiLoCo: Distributed
@@ -54,7 +56,7 @@ from hop_tf.runtime.deltas import DeltaTracker, ValueHistory, assign_all, read_a
 from hop_tf.tensors import payloads
 from hop_tf.tensors.joined import JoinedVariables
 
-# kappa, T_1 (for skewed shards 1), and T_2, in steps. They were chosen for a perceptron with momentum 0.9.
+# kappa, T_1 (1 for skewed shards), and T_2, in steps. They were chosen for a perceptron with momentum 0.9.
 _KAPPA, _T_1, _T_2 = 0.5, 10, 40
 
 
@@ -91,12 +93,12 @@ class OuterOptimizer:
         self._changes = DeltaTracker(variables, values)
         self._own = ValueHistory(variables, max_newer + skewed_shards)
         with tf.init_scope(), tf.device("/cpu:0"):
-            # One for each trained variable, also of those that are joined.
+            # One for each trained variable, also within joined variables.
             self._num_kappas = sum(map(_num_members, variables[:num_trained]))
             kappas = tf.Variable(tf.fill([self._num_kappas], _KAPPA), trainable=False, name="hop_tf_kappas")
         self._kappas = ValueHistory([kappas], max_newer + 1 if gently else 0)
         self._t_1 = 1 if skewed_shards else _T_1
-        # Names are the same where the step is traced within a condition, as that of a rank that joins.
+        # Names are the same even if the step is traced within a condition, as on a rank that joins.
         with tf.init_scope(), tf.name_scope(""):
             merged = [_merged(variable, value) for variable, value in zip(variables, values, strict=True)]
             if optimizer is not None:
@@ -111,7 +113,7 @@ class OuterOptimizer:
 
     def begin_with(self, merged: Sequence[np.ndarray]) -> None:
         """Takes over the merged values of another rank. The variables get these values, and no change is in flight."""
-        with as_own_updates():  # Not the program's.
+        with as_own_updates():  # Assignments, but not by the program.
             for each, variable, values in zip(self._merged, self._variables, merged, strict=True):
                 each.assign(payloads.view(values.copy(), each.dtype.as_numpy_dtype, each.shape))
                 variable.assign(tf.cast(each, variable.dtype))
@@ -136,8 +138,8 @@ class OuterOptimizer:
 
         Args:
           choose: As for `DeltaTracker.take`, for the trained variables. Other changes count in a later window.
-          assigned: For each trained variable, those that are joined one by one, True if the program has assigned it in
-            the window (`note_assigned`). Default: none.
+          assigned: For each trained variable, True if the program has assigned it in the window (`note_assigned`).
+            Joined variables count one by one. Default: none.
 
         Returns:
           This rank's changes of each variable.
@@ -160,8 +162,8 @@ class OuterOptimizer:
 
         Args:
           means: The mean over all ranks of the changes of each variable.
-          share: The part of the ranks whose windows have steps. Only these windows count, and the mean is divided by
-            this part. If there are none, the mean is added unchanged, also with an outer optimizer.
+          share: The fraction of ranks whose windows have steps. Only these windows count, and the mean is divided by
+            this fraction. If there are none, the mean is added unchanged, also with an outer optimizer.
 
         Returns:
           The means that were merged.
@@ -199,7 +201,7 @@ class OuterOptimizer:
         """Emits the ops that assign the merged values. All windows must be merged. No distance to a target remains.
 
         Args:
-          follows_take: As of `give`.
+          follows_take: As for `give`.
         """
         self.give(0, follows_take)
         self._stop_approach()
@@ -222,11 +224,11 @@ class OuterOptimizer:
         _add(self._slow, self._scaled(kappas, means[: self._num_trained]))
 
     def note_assigned(self, are_assigned: tf.Tensor, num_in_flight: int | tf.Tensor) -> None:
-        """Emits the ops that make variables stay that the program has assigned: no distance to a target remains.
+        """Emits the ops that keep variables as the program has assigned them: no distance to a target remains.
 
         Args:
           are_assigned: As `assigned` of `take`.
-          num_in_flight: As of `give`.
+          num_in_flight: As for `give`.
         """
         merged = read_all(self._merged)
         with tf.device("/cpu:0"):
@@ -242,9 +244,9 @@ class OuterOptimizer:
         """Emits the ops that move variables towards the merged values, after `take` and the merges of that step.
 
         Args:
-          num_in_flight: As of `give`; at least 1.
+          num_in_flight: As for `give`; at least 1.
           interval: The steps of a window.
-          follows_take: As of `give`.
+          follows_take: As for `give`.
         """
         with tf.device("/cpu:0"):
             kappas = [each.read_value() for (each,) in reversed(self._kappas.all())]
@@ -295,7 +297,7 @@ def _num_members(variable: tf.Variable | JoinedVariables) -> int:
 
 
 def _spread(variable: tf.Variable | JoinedVariables, values: tf.Tensor) -> tf.Tensor:
-    """The value of a variable as a scalar. For joined variables, a value at each place."""
+    """The value of a variable as a scalar. For joined variables, a vector with the value for each element."""
     return variable.spread(values) if isinstance(variable, JoinedVariables) else values[0]
 
 

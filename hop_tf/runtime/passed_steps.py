@@ -15,8 +15,9 @@ class PassedSteps:
 
     Args:
       rank: This rank.
-      why: The scheme's reason to skip steps, for errors (see `StepSkipping`); empty if it never does.
-      takes_count: True if a rank that has caught up counts its optimizer's steps as the others do.
+      why: The scheme's reason to skip steps, for error texts (see `StepSkipping`); empty if it never does.
+      takes_count: True if a rank that has caught up takes over the others' count of optimizer steps. Otherwise it
+        counts the steps that it has skipped.
       must_catch_up: Returns True if this process was started again, and has to catch up before it trains.
       may_fall_behind: True if the others may continue without this rank, and let it join them again.
       catch_up: Given the optimizer, emits the ops that bring a restarted rank to the others' position; see
@@ -52,7 +53,7 @@ class PassedSteps:
         return self._must_catch_up() or (self._is_catching_up and self._skipping.is_behind)
 
     def fall_behind(self) -> None:
-        """Called when the others have gone on without this rank. It skips steps until it has caught up."""
+        """Called when the others have continued without this rank. The rank skips steps until it has caught up."""
         self._skipping.fall_behind()
 
     @property

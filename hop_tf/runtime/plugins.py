@@ -1,6 +1,6 @@
-"""`Plugin`: a tool that takes part in training, such as emulated compute. Tools know training, not the other way.
+"""`Plugin`: a tool that takes part in training, such as emulated compute. Tools know the training code, not vice versa.
 
-An environment variable asks for a tool. The launcher sets it, or the user. Only then its module is imported.
+An environment variable asks for a tool. The launcher or the user sets it. Only then is the tool's module imported.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Plugin:
         return gradients
 
     def after_fit(self, strategy: tf.distribute.Strategy) -> None:
-        """A `fit` under the strategy has ended well, on this rank."""
+        """Called when a `fit` under the strategy has ended well, on this rank."""
 
     def close(self) -> None:
-        """The strategy is shut down. Idempotent."""
+        """Called when the strategy is shut down. Idempotent."""
 
 
 def requested_plugins(rank: int, world_size: int) -> Sequence[Plugin]:
     """Makes the tools that this process's environment asks for.
 
     Raises:
-      ValueError: If a variable cannot be read.
+      ValueError: If an environment variable cannot be parsed.
     """
     modules = [module for variable, module in _MODULES.items() if os.environ.get(variable)]
     return [importlib.import_module(module).make_plugin(rank, world_size) for module in modules]

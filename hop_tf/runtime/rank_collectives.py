@@ -20,8 +20,8 @@ from hop_tf.runtime.joining import Joining
 from hop_tf.runtime.replica_state import ReplicaState, compare, read, sign, spec_of, write
 from hop_tf.tensors.buffers import BufferPool
 
-# Collectives are numbered within their session, because a rank may miss the rest of one. Users' calls are numbered
-# separately.
+# Collectives are numbered within their session, because a rank may miss the rest of a session. Users' calls are
+# numbered separately.
 _IN_SESSION, _CALLED = "collectives in the session", "collectives called by users"
 
 # If a rank has made a smaller part of the others' steps than this, its weights are too old to be averaged.

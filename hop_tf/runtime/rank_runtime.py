@@ -70,7 +70,7 @@ class RankRuntime:
       identity: Fields that must be equal on all ranks.
       neighbors: Ranks that the scheme exchanges messages with; None for all, on all ranks.
       make_exchange: Makes the exchange of a new group.
-      make_algorithm: Makes the algorithm of a new group, whose exchange is made.
+      make_algorithm: Makes the algorithm of a new group, whose exchange exists.
       continue_without_lost: See `Membership`.
       min_ranks: See `Membership`.
       servers: See `Membership`.
@@ -213,9 +213,10 @@ class RankRuntime:
     def end_session(self, error: BaseException | None) -> None:
         """Leaves the session: normally (`error` None), or because of `error`.
 
-        The others go on without this rank if they would go on without a lost rank. They also go on if this rank was
-        asked to end (Ctrl-C, `sys.exit()`). Otherwise they raise `PeerFailedError` when they begin a step that this
-        rank has not made. If `error` is any other `HopError`, the job itself is broken, and all ranks raise for good.
+        The others continue without this rank if they would continue without a lost rank. They also continue if this
+        rank was asked to end (Ctrl-C, `sys.exit()`). Otherwise they raise `PeerFailedError` when they begin a step that
+        this rank has not made. If `error` is a `HopError` other than `PeerFailedError`, the job itself is broken, and
+        all ranks raise for good.
 
         Blocks: until the groups' threads have come to rest, at most `progress_timeout_seconds`: others may count on
           the messages that these threads are about to send.
@@ -241,7 +242,7 @@ class RankRuntime:
             logging.error("rank %d: %s: %s", self.membership.rank, type(failure).__name__, failure)
             stuck = failure
         error = error or stuck
-        # Includes failures of other threads: others may count on messages that were not sent.
+        # Includes failures of this rank's other threads: other ranks may count on messages that were not sent.
         is_of_job = isinstance(error, HopError) and not isinstance(error, PeerFailedError)
         broken = stuck is not None or is_of_job or not isinstance(self.membership.failure, PeerFailedError | None)
         self.membership.leave(
@@ -291,7 +292,7 @@ class RankRuntime:
             )
 
     def close(self, reason: str, error: BaseException | None = None) -> None:
-        """Leaves for good and releases the port and all threads. Idempotent.
+        """Leaves the cluster for good, and releases the port and all threads. Idempotent.
 
         Args:
           reason: The reason, for the others' errors.
@@ -319,7 +320,7 @@ class RankRuntime:
             self._transport.close()
 
     def _on_error(self, error: BaseException) -> None:
-        """Takes failures of the transport's and the exchange's threads. The next wait of this rank raises them."""
+        """Called with an error of a thread of the transport or an exchange. The next wait of this rank raises it."""
         self.membership.fail(error)
 
     def _on_restart(self, peer: int) -> None:
@@ -434,7 +435,7 @@ class RankRuntime:
 
     def _has_begun(self, rounds: Mapping[str, int]) -> bool:
         """See `Rounds`."""
-        # Of a copy: another thread may add a group meanwhile.
+        # Iterates over a copy, because another thread may add a group meanwhile.
         return any(group.runner.begun_step >= rounds.get(group.name, math.inf) for group in list(self._groups))
 
     @property

@@ -23,7 +23,7 @@ _TOLERANCE = 1e-5
 
 
 class CommonRate:
-    """Brings all ranks' learning rates to each of them, together with a step's gradients.
+    """Brings the learning rates of all ranks to every rank, together with a step's gradients.
 
     A rank's tensor has a column for each rank: the rank's rate and 1 in its own, zeros in the others. In the mean over
     the ranks, however many take part, the first row divided by the second gives each rank's rate.
@@ -52,14 +52,14 @@ class CommonRate:
         return tf.stack([tf.cast(learning_rate(optimizer), tf.float64) * column, column])
 
     def adopt(self, optimizer: Any, mean: tf.Tensor) -> tf.Tensor:
-        """Emits the ops that give `optimizer` the first rank's rate, if its own was different in that step.
+        """Emits the ops that give `optimizer` the first rank's rate, if the optimizer's own rate differed in that step.
 
         Args:
           optimizer: The optimizer.
           mean: The mean over the ranks of `own`.
 
         Returns:
-          The first rank's rate in that step; the optimizer's present rate if no rank's has come.
+          The first rank's rate in that step; the optimizer's present rate if no rank's rate has come.
         """
         with tf.device("/cpu:0"):
             rates, present = mean[0] / mean[1], mean[1] > 0

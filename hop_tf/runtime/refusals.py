@@ -11,7 +11,7 @@ from hop_tf.runtime.algorithm import Scheme
 
 
 def require_lock_step(scheme: Scheme, what: str) -> None:
-    """Raises ValueError if ranks do not wait for each other. `what` is the requested operation that needs it."""
+    """Raises ValueError if ranks do not wait for each other. `what` is the operation that needs such waits."""
     if not scheme.in_lock_step:
         name = type(scheme).__name__
         raise ValueError(

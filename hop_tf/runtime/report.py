@@ -19,11 +19,12 @@ from hop_tf.runtime.curves import Curves
 from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.version import __version__
 
-# Ranks may differ in the patch level of these only.
+# Of these packages, only the patch level may differ between ranks.
 _COMPARED_PACKAGES = ("tensorflow", "keras")
-# Steps in the median duration.
+# Number of steps for the median duration.
 _NUM_LATEST = 64
-# Steps that are kept. A recorder asks for them every other second. The older half may be overwritten while it is read.
+# Number of steps that are kept. A recorder asks for them every other second. The older half may be overwritten while it
+# is read.
 _NUM_KEPT = 4 * _NUM_LATEST
 _NUM_KEPT_FOR_RECORDER = 16384
 
@@ -56,7 +57,7 @@ def _minor_version(package: str) -> str:
 class StepStatistics:
     """Steps made and time waited, counted by the training graph itself.
 
-    Only graphs take times, and not under op determinism, which forbids reading the clock.
+    Only graphs measure times, and not under op determinism, which forbids reading the clock.
 
     Args:
       recorder: Gets the times of each step. Default: nothing does.
@@ -155,8 +156,8 @@ class _StepState:
     """The counters, and the times of the latest steps, in variables: the graph records them without Python.
 
     In a graph, TensorFlow runs operations with side effects in the order of the program. These include the clock and
-    every assertion. So a reading of the clock after the assertion on a result would wait for the result. Functions that
-    use variables are ordered by those variables only. So functions read the clock, and two of them share a variable
+    every assertion. So a reading of the clock after the assertion on a result would wait for the result. But calls of
+    functions are ordered only by the variables that they use. So functions read the clock. Two of them share a variable
     only if the second has to wait for the first.
 
     Args:
@@ -174,7 +175,8 @@ class _StepState:
         self._num_starts = variable("starts", 0, tf.int64)
         # Of the running step: its number, the time of its gradients, and the end of its wait.
         self._of_step = [variable(name) for name in ("step", "gradients_at", "waited_until")]
-        # The start of each step; then, of the previous step, these three, and the total waiting time until then.
+        # A row for each step: its start, then `_of_step` of the previous step, then the total waiting time until that
+        # start.
         self._rows = variable("rows", tf.zeros([num_kept, 5], tf.float64))
 
     @tf.function(autograph=False)
@@ -220,7 +222,7 @@ class _StepState:
 
         Returns:
           The first step that is still known. Then a row for each step: its number in the session, the times of its
-          start, of its gradients (before the start: never), and of the end of its wait, and its waiting time.
+          start, of its gradients (before the start if it has none), and of the end of its wait, and its waiting time.
         """
         first, rows = self._read(first)
         if is_final:
@@ -325,7 +327,7 @@ class ReportWriter:
 
 
 def _metadata(description: str) -> tf.compat.v1.SummaryMetadata:
-    """Makes a tensor a curve of TensorBoard. `tf.summary.scalar` does too, but fails if TensorBoard is missing."""
+    """Metadata that make a tensor a curve. `tf.summary.scalar` adds them, too, but fails if TensorBoard is missing."""
     return tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, summary_description=description)
 
 

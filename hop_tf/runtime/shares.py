@@ -2,8 +2,8 @@
 
 A rank measures the time of a step from its batch to its gradients, without waiting for others. When all have made some
 steps, and again whenever an epoch begins, each rank tells rank 0 its seconds per row. Rank 0 makes shares in proportion
-to the ranks' speeds, and sends all ranks the same shares. All ranks wait for them between two steps, so all change in
-the same step.
+to the ranks' speeds, and sends all ranks the same shares. All ranks wait for them between two steps, so all change
+their shares in the same step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hop_tf.tensors.packing import TensorSpec
 # Steps before ranks agree for the first time in a `fit`, and the least number of steps for a measurement.
 WARMUP_STEPS = 16
 _MIN_STEPS = 4
-# Steps in the median duration.
+# Number of steps for the median duration.
 _NUM_LATEST = 64
 # The sum of measured shares, and the relative change below which shares stay.
 _TOTAL = 1 << 16
@@ -34,7 +34,7 @@ _SHARE = np.dtype("<i8")
 
 
 def refuse_float16(specs: Sequence[TensorSpec], codec: Codec | LowRank) -> None:
-    """Refuses float16 with weights by rows: a value times thousands of rows is often beyond its range.
+    """Refuses float16 with weights by rows, because a value times thousands of rows often exceeds the range.
 
     Args:
       specs: The tensors to send.
@@ -81,7 +81,8 @@ class RowStatistics:
     def end_step(self, rows: tf.Tensor, gradients: Sequence) -> None:
         """Emits the op that records the time when the gradients of a step with `rows` rows are there."""
         ready = [each for each in tf.nest.flatten(gradients, expand_composites=True) if each is not None]
-        rows = tf.cast(rows, tf.float64)  # Within the context, only this op would wait, and not the function.
+        # Not within the context: there, only this op would wait for the gradients, and not the function.
+        rows = tf.cast(rows, tf.float64)
         with tf.device("/cpu:0"), tf.control_dependencies([] if tf.executing_eagerly() else ready):
             self._record_end(rows)
 

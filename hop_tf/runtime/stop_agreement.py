@@ -14,7 +14,7 @@ from hop_tf.membership.rounds import Rounds
 from hop_tf.membership.session import Membership
 
 _BEGUN = struct.Struct("<q")
-_ROUND = 0  # There is one in a session.
+_ROUND = 0  # A session has only one round.
 
 
 class StopAgreement:
@@ -59,7 +59,8 @@ class StopAgreement:
         Raises:
           HopError: As `Membership.wait` does.
         """
-        # First count, then check. So a message that comes meanwhile either includes these steps, or is seen here.
+        # First count, then check. If another rank asks meanwhile, either the answer includes these steps, or the check
+        # sees the request.
         self.num_begun += number
         if not self.is_asked:
             return True

@@ -42,7 +42,7 @@ class Sum:
             self._parts[START] = 1, self._counted
 
     def is_of(self, variable: tf.Variable) -> bool:
-        """True if `variable` still is the variable with this sum: ids are reused."""
+        """True if `variable` still is the variable with this sum: ids of variables are reused."""
         return self._variable() is variable
 
     def begin_here(self) -> None:
@@ -51,7 +51,7 @@ class Sum:
             self._counted = np.array(variable.numpy()).reshape(-1)
 
     def begin_anew(self) -> None:
-        """Begins a generation if the variable has changed since the last count without a step."""
+        """Begins a generation if the variable has changed since the last count, although no step has run."""
         counted = self._counted
         self.begin_here()
         if self._counted.tobytes() == counted.tobytes():  # Works for nan, too.
@@ -118,7 +118,7 @@ class Sum:
 
 
 def told_versions(versions: Sequence[dict[str, int]], told: Sequence[str]) -> list[int]:
-    """The versions of the contributions to one sum that processes have sent.
+    """The versions of the contributions that the processes have sent for one sum.
 
     A process that has joined does not know the generation yet. Its contribution belongs to the newest generation.
 

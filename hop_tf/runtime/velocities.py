@@ -1,9 +1,10 @@
 """Corrects the velocities of SGD by the changes that averaging makes to weights.
 
 If a rank's data is of one kind, its velocity leads to weights for that kind. Averaging moves the weights back, and the
-velocity moves them away again. So the changes by averaging are added to the velocity, too. A change that is D steps old
-counts m^D, as a gradient of that age would. Quasi-global momentum (Lin, Karimireddy, Stich, Jaggi, ICML 2021) has the
-same aim. It makes the whole velocity from the differences of averaged weights.
+velocity moves them away again. So the changes by averaging are added to the velocity, too. With momentum m, a change
+that is D steps old counts with the factor m^D, as a gradient of that age would. Quasi-global momentum (Lin,
+Karimireddy, Stich, Jaggi, ICML 2021) has the same aim. It makes the whole velocity from the differences of averaged
+weights.
 """
 
 from __future__ import annotations

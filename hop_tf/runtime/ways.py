@@ -9,7 +9,7 @@ from hop_tf.codecs import Codec, Identity, Int8, LowRank
 from hop_tf.runtime.choosing import AUTO, algorithms_to_try
 from hop_tf.tensors.packing import TensorSpec, takes_codec
 
-# Shorter values are encoded only if a codec is given: every message takes some time, however short it is.
+# Shorter values are encoded only if the program gives a codec: every message takes some time, however short it is.
 _LEAST_BYTES = 1 << 14
 
 

@@ -36,7 +36,7 @@ class RowWeighing:
         self._rounds = rounds
 
     def begin_epoch(self, *, agrees: bool) -> None:
-        """Called when an epoch begins. Lets ranks agree on shares before, except for the first epoch."""
+        """Called when an epoch begins. Lets ranks agree on shares first, except in the first epoch."""
         if self._num_epochs and agrees:
             self._agree(2 * self._num_epochs)
         self._num_epochs += 1
