@@ -18,8 +18,8 @@ widths above the least, the larger one has to save less, so that communication i
                 programs are slower at their beginning. They leave this out if the first one is slower by far.
     settled     Ranks keep their choice until its times differ for two blocks of steps, or until other ranks take part.
                 Then they explore again. If no graph has to be traced, and times do not differ by far, ranks choose
-                another width by known times. If a larger width promises enough, ranks try it for a few steps. They do
-                so when it would have saved the time for tracing its graph.
+                another width by known times. If a larger width promises enough, ranks try it for a few steps, once
+                it would have saved the time that tracing its graph takes.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Autotuner:
 
         Args:
           mean: The mean of `own` over the ranks.
-          setting: The setting of the measured step, which may be from before a change. None: several settings.
+          setting: The setting of the measured step, which may be from before a change. None if there were several.
         """
         if len(self._settings) == 1:
             return

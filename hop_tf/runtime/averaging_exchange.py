@@ -25,7 +25,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
 
     Args:
       context: Membership, packing and buffers of the group.
-      reductions: The means to use. Default: one, of `context.packing`.
+      reductions: The means to use. Default: one, for `context.packing`.
       codec: The codec of the default all-reduce. Default: no encoding.
       algorithm: The algorithm of the default all-reduce; see `hop_tf.collectives.get_algorithm`. Default "mesh".
       admissions: Admits ranks that were started again. Default: they do not take part.

@@ -65,7 +65,7 @@ def tell_choice(
       recorder: This rank's recorder, if it has one.
       way: The way in which ranks average.
       text: The duration of its step, or the reason for the choice.
-      arguments: The arguments of the strategy that keep these settings, beside those that the program gives.
+      arguments: The arguments of the strategy that keep these settings, in addition to those that the program gives.
       is_chief: True if this rank is the chief.
       **others: Other settings that were chosen.
     """

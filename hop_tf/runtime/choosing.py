@@ -15,7 +15,7 @@ RESOLUTION = 0.05
 
 
 def algorithms_to_try(algorithm: str, world_size: int) -> list[str]:
-    """The algorithms of an all-reduce that an argument stands for. Ranks begin with the first.
+    """The all-reduce algorithms that an argument stands for. Ranks begin with the first.
 
     Args:
       algorithm: `AUTO`, or the name of an algorithm.

@@ -99,8 +99,8 @@ def zeros_like(variable: tf.Variable | JoinedVariables) -> tf.Variable:
 class DeltaTracker:
     """The changes of some variables on this rank since the last call of `take`.
 
-    Ranks exchange changes, not values. A difference between values lasts until a mean is merged. So ranks would correct
-    it again with each message in flight.
+    Ranks exchange changes, not values. With values, a difference between ranks would last until a mean is merged, and
+    each message in flight would correct it again.
 
     Args:
       variables: The variables, which may be `JoinedVariables`.
@@ -125,7 +125,7 @@ class DeltaTracker:
         return read_all(self._known)
 
     def count_from(self, values: Mapping[int, tf.Tensor]) -> None:
-        """Emits the ops that count the changes of some variables, by index, from these values on."""
+        """Emits the ops that make the changes of some variables (by index) count from these values on."""
         for index, value in values.items():
             self._known[index].assign(value)
 
@@ -161,7 +161,7 @@ class DeltaTracker:
             known.assign_add(change)
 
     def replace(self, values: Sequence[tf.Tensor]) -> None:
-        """Emits the ops that assign values that contain all own changes that `take` has returned."""
+        """Emits the ops that assign new values. These contain all own changes that `take` has returned."""
         for variable, known, value in zip(self.variables, self._known, values, strict=True):
             variable.assign(value)
             known.assign(value)

@@ -61,7 +61,10 @@ class EpochEnds:
         self._begin_fit()
 
     def reset(self, session: int) -> None:
-        """Forgets everything, for a session that this rank is about to enter, or joins. Then it agrees on nothing."""
+        """Forgets everything, for a session that this rank is about to enter, or joins.
+
+        Until `begin_fit`, the rank agrees on nothing.
+        """
         self.agrees = self.stops_together = False
         self.rounds.reset(session)
         self._stops.reset(session)
@@ -219,7 +222,7 @@ class EpochEnds:
             received = self._gather(Moment.STOP, bytes([wants]))
             wants = any(map(any, received.values()))
         if wants and self.stops_together:
-            # Ranks in a longer epoch have to hear of it.
+            # Ranks in a longer epoch have to hear of the stop.
             self._stops.ask()
             wants = self._stops.is_reached()
         self._model.stop_training = wants

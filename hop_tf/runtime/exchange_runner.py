@@ -148,7 +148,7 @@ class ExchangeRunner:
         with tf.device("/cpu:0"):
             got_step, got_segment, num_skipped, num_dropped, error, *buckets = self._results.dequeue()
             in_order = tf.logical_and(tf.equal(got_step, step), tf.equal(got_segment, segment))
-            # Not `tf.debugging.Assert`, which makes branches to keep texts off a GPU: these take long to trace.
+            # Not `tf.debugging.Assert`: it makes branches to keep texts off a GPU, and branches take long to trace.
             check = tf.raw_ops.Assert(condition=in_order, data=[error, got_step, step], summarize=1)
             with tf.control_dependencies([check]):
                 buckets = [tf.identity(bucket) for bucket in buckets]

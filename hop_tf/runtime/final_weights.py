@@ -24,8 +24,8 @@ _RESTORING = (keras.callbacks.EarlyStopping, keras.callbacks.SwapEMAWeights)
 class FinalWeights:
     """Detects weights that callbacks have changed in `on_train_end`. Synchronous ranks average these weights.
 
-    A callback keeps the weights of an epoch's end with which its rank has computed. If ranks hold different weights
-    within `fit`, as under DTS, each would end with its own. Merging at that moment would have given their mean.
+    A callback keeps the weights that its rank held at the end of an epoch. If ranks hold different weights within
+    `fit`, as under DTS, each rank would end with its own. A merge at the end of that epoch would have given their mean.
 
     Args:
       callbacks: As `fit` takes them.

@@ -104,7 +104,7 @@ class OuterOptimizer:
             if optimizer is not None:
                 optimizer.build(merged[:num_trained])
         self._merged = [variable.value for variable in merged]
-        # Moving statistics are merged at once: they tell what weights are now.
+        # Moving statistics are merged at once, because they describe the present weights.
         self._slow = [_copy(each) for each in self._merged[:num_trained]] if gently else []
 
     def merged(self) -> list[np.ndarray]:

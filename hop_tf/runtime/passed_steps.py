@@ -11,7 +11,7 @@ from hop_tf.keras_hook.skipping import StepSkipping
 
 
 class PassedSteps:
-    """Skips steps if the scheme says so, and to catch up with the others in a process that was started again.
+    """Skips steps if the scheme says so, or if a process that was started again has to catch up with the others.
 
     Args:
       rank: This rank.

@@ -27,7 +27,7 @@ class StepProfiler:
 
     @classmethod
     def from_environment(cls, options: CommunicationOptions, rank: int) -> StepProfiler | None:
-        """The profiler that `hop_tf launch --profile_steps` asks for; None without it, or without a `log_dir`."""
+        """The profiler that `hop_tf launch --profile_steps` asks for; None without this flag or a `log_dir`."""
         text = os.environ.get(PROFILE_VARIABLE)
         if not text:
             return None

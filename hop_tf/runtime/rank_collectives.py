@@ -43,7 +43,7 @@ class RankCollectives:
     Args:
       membership: The ranks that take part.
       joining: In a process that was started again, takes over the others' counts of collectives.
-      state: Gets the variables that were given initial values.
+      state: Records the variables that were given initial values.
       pool: Buffers.
 
     Attributes:

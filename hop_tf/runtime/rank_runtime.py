@@ -223,7 +223,7 @@ class RankRuntime:
 
         Raises:
           HopError: If a group's thread does not come to rest, and `error` is None.
-          KeyboardInterrupt: On Ctrl-C meanwhile. That ends the job.
+          KeyboardInterrupt: On Ctrl-C during this wait, which ends the job.
         """
         if not self._in_session:
             return

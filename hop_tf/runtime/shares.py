@@ -74,7 +74,7 @@ class RowStatistics:
     # The clock is read in functions: see `hop_tf.runtime.report`.
 
     def begin_step(self) -> tf.Tensor:
-        """Emits the op that records the start of a step, when its batch is there. The rest of the step comes after."""
+        """Emits the op that records the start of a step, when its batch is there. The rest of the step follows it."""
         with tf.device("/cpu:0"):
             return self._record_start()
 

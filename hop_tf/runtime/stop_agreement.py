@@ -70,7 +70,7 @@ class StopAgreement:
             self.num_begun -= number
         if self.is_reached():
             return False
-        self.num_begun += number  # This rank no longer sends this number.
+        self.num_begun += number  # This rank has already sent its number.
         return True
 
     def end_epoch(self, num_made: int) -> None:
