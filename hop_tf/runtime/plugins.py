@@ -57,7 +57,7 @@ def requested_plugins(rank: int, world_size: int) -> Sequence[Plugin]:
     """Makes the tools that this process's environment asks for.
 
     Raises:
-      ValueError: If an environment variable cannot be parsed.
+      ValueError: If an environment variable has an invalid value.
     """
     modules = [module for variable, module in _MODULES.items() if os.environ.get(variable)]
     return [importlib.import_module(module).make_plugin(rank, world_size) for module in modules]
