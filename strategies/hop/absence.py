@@ -58,7 +58,7 @@ class Absence:
         return rank in self._silence.ranks or rank in self._returning
 
     def owes_tokens(self, rank: int) -> bool:
-        """True if this rank goes on without the tokens of an out-neighbor that is absent and tolerates missing updates."""
+        """True if this rank goes on without an out-neighbor's tokens: the neighbor is absent, and may miss updates."""
         return self.includes(rank) and self._settings.is_tolerated_by(rank)
 
     def owes_updates(self, rank: int) -> bool:
