@@ -1,4 +1,4 @@
-"""`Held`: contributions that a rank under Canary keeps back while the root of a piece is silent.
+"""`Held`: contributions that a rank under Canary keeps back while a rank on the way to a piece's root is silent.
 
 A frozen root sums nothing up. Other ranks do not wait for it. Each adds up its own contributions, and sends the sum as
 one message when the root is heard again. So each contribution counts once, late, and takes no memory of its own.

@@ -20,7 +20,7 @@ class Peers:
 
     Attributes:
       done: The ranks that have made their last step, including this rank.
-      full: The ranks and threads that have received more than they may keep.
+      full: Pairs of a rank and its thread that has received more than it may keep.
       ending: For each rank that is about to end, the incarnations that it has announced.
     """
 

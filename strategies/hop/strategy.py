@@ -84,8 +84,8 @@ class HopStrategy(ExchangeStrategy):
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
         "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a
         world of one it does not matter. Its weights are used only without backup workers and staleness. With these, all
-        updates of an iteration count equally, so that ranks with more neighbors contribute more to the consensus: on an
-        undirected graph, in proportion to the number of neighbors plus one.
+        updates of an iteration count equally, so that ranks with more neighbors contribute more to the consensus. On an
+        undirected graph, they do so in proportion to the number of neighbors plus one.
       max_iteration_gap: Most iterations a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
         rank keeps up to `(1 + max_iteration_gap) * |N_in|` updates in memory. NOTIFY-ACK does not use it. Default 8.
       num_backup_workers: The number of in-neighbors whose updates a rank does not wait for. It gives equal weights to
