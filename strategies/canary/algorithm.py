@@ -1,4 +1,4 @@
-"""`CanaryAlgorithm`: Canary's half of the training graph, unless consistency is "bsp"."""
+"""`CanaryAlgorithm`: the part of Canary that runs in the training graph, unless consistency is "bsp"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hop_tf.strategies.canary.slots import SlotsBefore
 
 
 class CanaryAlgorithm(Algorithm):
-    """Hands out the optimizer's step colayer by colayer, and takes the merged weights.
+    """Submits the optimizer's step colayer by colayer, and takes the merged weights.
 
     Args:
       group: The group, whose exchange is a `CanaryExchange`.
@@ -35,7 +35,7 @@ class CanaryAlgorithm(Algorithm):
 
     @property
     def exchange(self) -> CanaryExchange:
-        """The other half."""
+        """The part of Canary that communicates."""
         return self.group.exchange
 
     def begin_session(self) -> None:
@@ -46,7 +46,7 @@ class CanaryAlgorithm(Algorithm):
         self._changes.reset()
 
     def begin_training(self) -> None:
-        self._changes.reset()  # Weights that callbacks have loaded are the start, and no change.
+        self._changes.reset()  # Weights that callbacks have loaded are the start, not a change to submit.
 
     def before_update(self, values: Sequence[tf.Tensor], gradients: list) -> list:
         _check_averages(self.group.optimizer())
@@ -73,7 +73,7 @@ class CanaryAlgorithm(Algorithm):
         buckets, num_skipped, num_dropped = self.group.take_with_drops(step, segment)
         slots, self._slots = self._slots, None
         if slots is not None:
-            with tf.device("/cpu:0"), tf.control_dependencies([num_skipped]):  # Which fails if the scheme failed.
+            with tf.device("/cpu:0"), tf.control_dependencies([num_skipped]):  # It fails if the exchange failed.
                 num_left = len(self.exchange.members) - num_dropped
             slots.restore(self.exchange.colayers, num_left)
         return buckets, num_skipped

@@ -21,7 +21,7 @@ _Layer = list[int]
 
 
 def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[int]]:
-    """Divides tensors into colayers, those of the last layers first: in the order of back-propagation.
+    """Divides tensors into colayers, in the order of back-propagation: the last layers come first.
 
     A colayer has consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Between
     convolutions and dense layers a new colayer begins, as long as `num_colayers` allows it. Then the colayers with the
@@ -93,7 +93,7 @@ def _join_small(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[l
 
 
 def _join_below(specs: Sequence[TensorSpec], runs: list[list[_Layer]], least_bytes: int) -> list[list[_Layer]]:
-    """Joins neighbors until each has at least `least_bytes` bytes, or there is only one."""
+    """Joins neighbors until each has at least `least_bytes` bytes, or only one colayer is left."""
     while len(runs) > 1 and min(_bytes_of(specs, run) for run in runs) < least_bytes:
         runs = _join_with_neighbor(specs, runs)
     return runs
@@ -113,7 +113,7 @@ def _joined(runs: list[list[_Layer]], at: int) -> list[list[_Layer]]:
 
 
 def _split_largest(specs: Sequence[TensorSpec], runs: list[list[_Layer]]) -> list[list[_Layer]] | None:
-    """Divides the largest colayer with several layers. Returns None if there is none."""
+    """Divides the largest colayer with several layers. Returns None if no colayer has several."""
     largest = max((run for run in runs if len(run) > 1), key=lambda run: _bytes_of(specs, run), default=None)
     if largest is None:
         return None

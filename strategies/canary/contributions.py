@@ -29,7 +29,8 @@ from hop_tf.strategies.canary.pieces import PieceThread
 from hop_tf.strategies.canary.replica import Replica
 from hop_tf.transport.base import Message
 
-# A rank announces a move this many iterations late. Until then, in-flight contributions of a rank that has left count.
+# A rank announces its move to a new layout this many iterations later. Until then, contributions of a rank that has
+# left still count if they arrive.
 _LINGER = 8
 
 
@@ -75,7 +76,7 @@ class Contributions:
         """Forgets the previous session."""
         self._num_lost_before, self._settled = self.num_lost, []
         self._told: set[tuple[bytes, int]] = set()  # Layouts, and the ranks to which they were announced.
-        self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # The layouts and ranks at the last look.
+        self._looked_at: tuple[dict[bytes, None], bytes] | None = None  # The layouts and ranks at the last check.
         self.layout: Layout | None = None
         self._known_present: bytes | None = None
         self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not announced yet.
@@ -116,7 +117,7 @@ class Contributions:
         return self.layout
 
     def free_layouts(self, *, gives_up: bool = False) -> None:
-        """Frees the layouts that this rank has left, and of which nothing more comes here.
+        """Frees the layouts that this rank has left, if no further message of them can arrive here.
 
         Args:
           gives_up: True if roots could not fill gaps. Then layouts with gaps are freed, too.
@@ -154,7 +155,7 @@ class Contributions:
         self.recheck()
 
     def tell_newcomer_of_end(self, newcomer: int) -> None:
-        """Tells a rank that joined after this rank's last step that this rank contributes to no layout of both.
+        """Tells a rank that joined after this rank's last step that this rank contributes to no common layout.
 
         The message has no counts and makes no layout known.
         """
@@ -199,7 +200,7 @@ class Contributions:
                 f"{self._num_colayers}."
             )
         rank = self._membership.rank
-        # Nothing of other layouts comes here.
+        # No message of other layouts arrives here.
         if key and key[rank] == self._peers.key_of(rank) and not self._replica.is_freed(key):
             self.hear_of(key)
             self._peers.has_contributed(message.sender, key, [count for count, _ in header.contributions])
@@ -248,7 +249,8 @@ class Contributions:
     def late_ranks(self, most: int) -> set[int]:
         """The ranks on the paths of pieces with at least `most` own contributions in flight.
 
-        Empty while this rank lacks sums, because its own contributions may be in these. The monitor must be held.
+        Empty while this rank lacks sums, because the missing sums may contain its own contributions. The monitor must
+        be held.
         """
         layout, rank = self.layout, self._membership.rank
         if layout is None or not self._peers.are_all_in(layout) or self._replica.gaps:
@@ -258,21 +260,21 @@ class Contributions:
         return {each for piece in late if self._binds(layout, piece) for each in layout.path(piece, rank)}
 
     def _binds(self, layout: Layout, piece: Piece) -> bool:
-        """True if the window counts a piece's in-flight contributions: they are not kept back, and cannot be."""
+        """True if the window applies to a piece: its contributions are sent at once, or no more can be kept back."""
         num_held = self._held.num_iterations(layout, piece)
         if self._held.is_silent(layout, piece):
             return num_held >= self._held.max_iterations
         return num_held == 0
 
     def unsettled_ranks(self) -> set[int]:
-        """The ranks that may still send something for a piece, possibly this one. The monitor must be held."""
+        """The ranks that may still send something for a piece, maybe also this rank. The monitor must be held."""
         is_settled = self._peers.is_settled
         pieces = ((layout, piece) for layout in self._replica.layouts() for piece in layout.pieces)
         unsettled = ((layout, piece) for layout, piece in pieces if not is_settled(layout, piece))
         return {rank for layout, piece in unsettled for rank in self._sources(layout, piece)}
 
     def _sources(self, layout: Layout, piece: Piece) -> Sequence[int]:
-        """The ranks on the path of a piece to its root. At the root, all ranks that take part."""
+        """The ranks on the path from this rank to the root of a piece. At the root, all ranks that take part."""
         if piece.root == self._membership.rank:
             return [rank for rank in layout.ranks if self._peers.takes_part(layout, rank)]
         return layout.path(piece, self._membership.rank)
@@ -281,7 +283,7 @@ class Contributions:
         return all(self._peers.is_settled(layout, piece) for piece in layout.pieces)
 
     def _roots_of_gaps(self, layout: Layout) -> set[int]:
-        """The roots that have merged messages of a layout that this rank lacks, except roots that have left."""
+        """The roots that have merged messages that this rank lacks, in one layout. Omits roots that have left."""
         pieces = self._replica.pieces_with_gaps()
         return self._peers.roots_that_take_part(each for each in pieces if each[0] is layout)
 
@@ -298,7 +300,8 @@ class Contributions:
     def num_lost(self) -> int:
         """The number of pieces of own contributions that were not merged here and can no longer come.
 
-        A piece that is merged after its layout was settled does not count, nor does one in a state that is taken later.
+        A piece that is merged after its layout was settled does not count. Nor does a piece in a state that is taken
+        later.
         """
         rank = self._membership.rank
         return self._num_lost_before + sum(int(np.sum(sent - ledger.merged[:, rank])) for ledger, sent in self._settled)

@@ -79,7 +79,10 @@ class PieceEncoding:
         return bucket[where] * bucket.dtype.type(share), None
 
     def add_own(self, piece: Piece, bucket: np.ndarray, total: np.ndarray) -> None:
-        """Adds a piece of a colayer's bucket to `total`, at full size. It stands in for the mean until that comes."""
+        """Adds a piece of a colayer's bucket to `total`, at full size.
+
+        The piece stands in for the mean until the mean comes.
+        """
         where = self._within(piece)
         if self.is_encoded[piece.colayer][piece.bucket]:
             self._codecs[piece.bucket].accumulate_part(bucket.view(np.uint8), where, total)
@@ -87,7 +90,7 @@ class PieceEncoding:
             np.add(total, bucket[where], out=total)
 
     def _within(self, piece: Piece) -> slice:
-        """The place of a piece in its colayer's bucket."""
+        """The slice of its colayer's bucket that a piece takes."""
         start = self.starts[piece.colayer][piece.bucket]
         return slice(piece.where.start - start, piece.where.stop - start)
 
@@ -103,7 +106,7 @@ class PieceEncoding:
 
         Args:
           piece: The piece.
-          total: The sum so far, or None if nothing has come. It may be changed.
+          total: The sum so far, which may be changed. None if nothing has come.
           values: The contribution. The sum may use its memory: the caller must not write to it.
           data: The contribution, encoded.
 
@@ -128,7 +131,7 @@ class PieceEncoding:
         self._codec_of(piece).accumulate(data, total)
 
     def zeros(self, piece: Piece) -> np.ndarray:
-        """A new sum of a piece, with zeros."""
+        """A new sum of a piece, filled with zeros."""
         size, dtype = piece.where.stop - piece.where.start, self.dtype_of(piece)
         total = self._pool.take(size * dtype.itemsize).view(dtype)
         total.fill(0)

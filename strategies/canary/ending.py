@@ -27,7 +27,7 @@ class Ending:
       contributions: The contributions in flight.
       channel: Sends messages.
       wait_for_others: See `FlowControl.wait_for_others`.
-      fill_gaps: `fill_gaps(k)` takes the state of another rank, if this one lacks something.
+      fill_gaps: `fill_gaps(k)` takes the state of another rank, if this rank lacks something.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Ending:
         self._fill_gaps = fill_gaps
 
     def agree(self, k: int) -> bytes:
-        """Waits until the ranks that end together know each other, have made their last step, and have merged all.
+        """Waits until the ranks that end together know each other, have made their last step, and merged everything.
 
         Returns:
           The incarnations in which ranks end together: see `Peers.incarnations`. Ranks that have left do not count.
@@ -64,7 +64,7 @@ class Ending:
             with self._membership.monitor:
                 if not self._telling_of_more(incarnations):
                     return incarnations
-            # Until this rank has heard of these ranks, too.
+            # Waits until this rank knows the further ranks, too.
             self._wait(lambda: self._telling_of_more(self._peers.incarnations()), k)
 
     def _tell(self) -> bytes:

@@ -34,10 +34,10 @@ from hop_tf.tensors.packing import Packing
 from hop_tf.transport.base import Message
 
 _JOIN_SECONDS = 5.0
-# Two ranks may each lack sums that the other one has, in layouts that overlap. After this many vain pulls, a rank gives
-# up the past layouts.
+# Two ranks may each lack sums that the other one has, in layouts that overlap. After this many pulls without success, a
+# rank gives up the past layouts.
 _MAX_IN_VAIN = 8
-# At the end, messages to the rank that is asked may still be in flight.
+# At the end, a pull is repeated, because messages to the rank that is asked may still be in flight.
 _MAX_PULLS, _PULL_PAUSE_SECONDS = 100, 0.1
 _MIN_INBOX_BYTES = 64 * 2**20
 _INBOX_REPLICAS = 8
@@ -53,8 +53,8 @@ class AsyncSettings:
       codec: Encodes contributions.
       sync_interval: Iterations between two resyncs, or None for no resyncs.
       max_in_flight: See `hop_tf.CanaryStrategy`.
-      inbox_bytes: The most bytes that each of the network's threads may have received and not merged. With more, the
-        other ranks wait. Default None: eight times the bytes of the weights, at least 64 MiB.
+      inbox_bytes: The most bytes that each of the network's threads may hold, received but not yet merged. With more,
+        the other ranks wait. Default None: eight times the bytes of the weights, at least 64 MiB.
     """
 
     network: Network
@@ -76,8 +76,8 @@ class CanaryExchange(Exchange, Joiner):
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
       settings: The other settings.
-      part_of: `part_of(ranks)` is the factor for this rank's step on its way to these ranks, which include this one.
-        The ranks' factors add up to 1, except in steps in which measured shares change. Default: 1 / len(ranks).
+      part_of: `part_of(ranks)` is the factor for this rank's step when it is sent to these ranks, which include this
+        rank. The ranks' factors add up to 1, except in steps in which measured shares change. Default: 1 / len(ranks).
 
     Attributes:
       members: For each colayer, the indices of its variables.
@@ -120,7 +120,7 @@ class CanaryExchange(Exchange, Joiner):
         self._contributions = Contributions(
             membership, self.replica, self._peers, self._channel, self._threads, self._held, len(members)
         )
-        # On each edge of a route, one message may wait for a slow rank's until the next one comes.
+        # On each edge of a route, one message may wait for a slow rank's message, until its sender sends the next one.
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
         window = settings.max_in_flight + depth - 1
         self._flow_control = FlowControl(
@@ -284,7 +284,7 @@ class CanaryExchange(Exchange, Joiner):
         self._channel.send(piece.parent, header, [data], piece.parent_level)
 
     def _end_iteration(self, k: int) -> Result:
-        """Steps 5 and 6: returns the present weights, and how many iterations to skip and colayers were dropped."""
+        """Steps 5 and 6: returns the present weights, and the numbers of iterations to skip and of dropped colayers."""
         if self._is_dropping or self.replica.gaps:
             self._pull(k)
         with self.replica.lock:
@@ -332,7 +332,7 @@ class CanaryExchange(Exchange, Joiner):
         )
 
     def _finish(self, k: int, changes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """Waits until all have made their last step, and all that was sent is merged. Then averages the replicas.
+        """Waits until all ranks have made their last step and everything sent is merged. Then averages the replicas.
 
         Args:
           k: The number of steps that this rank has made.
@@ -343,7 +343,7 @@ class CanaryExchange(Exchange, Joiner):
           The weights, equal on all ranks.
 
         Raises:
-          PeerLostError: If others have ended without this rank. It has joined too late, or a rank died at the end.
+          PeerLostError: If others have ended without this rank, because it joined too late or a rank died at the end.
           HopError: As `Membership.wait` does.
         """
         self._contributions.look_at_departures()
@@ -386,10 +386,10 @@ class CanaryExchange(Exchange, Joiner):
 
     def _on_message(self, message: Message) -> None:
         header, rank = Header.unpack(message, self._membership.world_size), self._membership.rank
-        # Layouts outlast their ranks: a rank that knows this incarnation may send messages for an earlier one.
+        # Layouts outlast their ranks: a rank that knows the present incarnation may send messages for an earlier one.
         if header.key[rank] != self._peers.key_of(rank):
             return  # The state that this rank has taken contains the message.
-        if header.newest > self.replica.gei.newest:  # Rarely: taking the lock here may wait, with the monitor held.
+        if header.newest > self.replica.gei.newest:  # Rarely true. The lock may block, and the monitor is held.
             with self.replica.lock:
                 self.replica.gei.start(header.newest)
         if self._silence.ranks:
@@ -441,14 +441,15 @@ class CanaryExchange(Exchange, Joiner):
         Returns:
           `overtime_drops`: colayers of this rank that were dropped.
           `contributions_lost`: pieces of this rank's colayers that were sent by way of ranks that have left, and did
-          not come back. Pieces in a state that was taken since do not count. A piece counts once nothing more can come.
-          `contributions_late`: pieces from ranks that have left which came too late to be merged: a state held them, or
-          lacked messages before them.
+          not come back. Pieces in a state that was taken since do not count. A piece counts only when no further
+          message of its layout can come.
+          `contributions_late`: pieces from ranks that have left, which came too late to be merged. A state that was
+          taken held them already, or lacked messages before them.
           `pulls` and `pulls_rejected`: states of other ranks that were taken, and attempts without success.
           `messages_merged`, and `duplicates`, which were ignored.
           `resyncs`: pieces that were resynced.
           `inbox_waits`: iterations that began late because an inbox was full, here or on another rank.
-          `window_waits`: iterations that began late because too many own ones were in flight (`max_in_flight`).
+          `window_waits`: iterations that began late because too many own iterations were in flight (`max_in_flight`).
           `silences`: the number of times that a rank was found silent and not waited for.
         """
         outcomes = self.outcomes()
@@ -470,8 +471,9 @@ class CanaryExchange(Exchange, Joiner):
         """The progress of this rank, and the sizes of its state.
 
         Returns:
-          `staleness`: the iterations by which the present one is behind; `proportion`: the colayers of the present
-          iteration that were sent; `gei_rows` and `layouts` that are kept; `inbox_bytes` that are to be merged.
+          `staleness`: the number of iterations that the present one is behind the newest.
+          `proportion`: the colayers of the present iteration that were sent.
+          `gei_rows` and `layouts` that are kept, and `inbox_bytes` that are to be merged.
         """
         with self.replica.lock:
             gei = self.replica.gei

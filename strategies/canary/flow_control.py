@@ -17,7 +17,7 @@ from hop_tf.strategies.canary.pieces import PieceThread
 
 
 class FlowControl:
-    """The waiting of one rank. Each method blocks until its condition is met. Errors are those of `Membership.wait`.
+    """The waits of one rank. Each method blocks until its condition is met. Errors are those of `Membership.wait`.
 
     Args:
       membership: Waits for ranks.
@@ -30,7 +30,7 @@ class FlowControl:
 
     Attributes:
       num_waits: The number of iterations that began late because an inbox was full.
-      num_window_waits: The number of iterations that began late because too many own ones were in flight.
+      num_window_waits: The number of iterations that began late because too many own iterations were in flight.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FlowControl:
         self._wait_for_own_threads(self._has_room)
 
     def wait_to_send(self, k: int) -> None:
-        """Waits until the silent ranks are heard for which contributions are kept back. For the end of a `fit`."""
+        """Waits until no contribution is kept back for a silent rank. Called at the end of a `fit`."""
 
         def silent_ranks() -> list[int]:
             self._silence.look_again()
@@ -76,9 +76,9 @@ class FlowControl:
         self._membership.wait(silent_ranks, operation="send the messages that it has kept back", step=k)
 
     def wait_for_others(self, k: int) -> None:
-        """Waits until all have made their last step, and all that was sent is merged."""
+        """Waits until all ranks have made their last step, and everything sent is merged."""
         is_waiting = True
-        while is_waiting:  # As long as messages are merged: other ranks may still have many steps to make.
+        while is_waiting:  # Goes on as long as messages are merged: others may have many steps left.
             num_before = self._num_messages()
 
             def late_without_progress(num_before: int = num_before) -> list[int]:
@@ -90,13 +90,13 @@ class FlowControl:
                 is_waiting = bool(self._late())
 
     def _late(self) -> list[int]:
-        """The ranks that have not made their last step. If there are none, those by way of which more may come."""
+        """The ranks that have not made their last step. If all have, the ranks through which more may come."""
         self._silence.look_again()
         unsettled = self._others(self._unsettled_ranks())
         return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
 
     def _unsettled_ranks(self) -> set[int]:
-        """The ranks by way of which more of a piece may come here, after a look at ranks that have left."""
+        """The ranks through which more of a piece may come here, after a check for ranks that have left."""
         self._contributions.look_at_departures()
         return self._contributions.unsettled_ranks()
 
@@ -110,7 +110,7 @@ class FlowControl:
         return sorted(ranks - {self._membership.rank})
 
     def _wait_for_own_threads(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition that this rank's own threads bring about, however long that takes."""
+        """Waits without a time limit for a condition that this rank's own threads bring about."""
         self._membership.wait_until(condition, math.inf)
 
     def _has_room(self) -> bool:

@@ -36,7 +36,7 @@ def calc_proportion(row_vector: Sequence[int], rank: int) -> int:
     """The number of colayers of which the gradient of `rank` was exchanged (lines 7 to 17).
 
     The paper sums 2^z over these colayers in line 11 and compares the sum, bit by bit, with a number of colayers in
-    line 22. We take the number.
+    line 22. This function returns the number itself.
     """
     return sum(bool(element & bit_of(rank)) for element in row_vector)
 
@@ -69,7 +69,8 @@ class Thresholds:
 
     Attributes:
       max_staleness: s, in iterations; at least 0.
-      min_colayers: p: a rank that has sent this many colayers may send the others, however late. 0: always.
+      min_colayers: p: a rank that has sent this many colayers may send the others, however late it is. 0: it may always
+        send.
 
     Raises:
       ValueError: If a threshold is not an integer of at least 0.
@@ -83,7 +84,7 @@ class Thresholds:
         check_integer("min_colayers", self.min_colayers, at_least=0)
 
     def is_overtime(self, staleness: int, proportion: int) -> bool:
-        """True if a rank must drop its other colayers.
+        """True if a rank must drop its remaining colayers.
 
         Args:
           staleness: The number of iterations that the rank is behind.
@@ -100,10 +101,10 @@ class GEIRows:
 
     Attributes:
       iterations: int64 [rows], ascending: the rows that are kept.
-      bits: uint8 [rows, k, ceil(n / 8)]: the elements, the bits of ranks 0 to 7 first.
-      parts: int64 [m, 4]: for each incomplete colayer its iteration, rank and colayer, and the number of its pieces
-        that are there.
-      completed: int64 [n]: of each rank the latest iteration of which all colayers are there; -1 if there is none.
+      bits: uint8 [rows, k, ceil(n / 8)]: the elements. The first byte has the bits of ranks 0 to 7.
+      parts: int64 [m, 4]: for each incomplete colayer, its iteration, rank and colayer, and the number of its pieces
+        that were merged.
+      completed: int64 [n]: for each rank, the latest iteration of which all colayers were merged; -1 if there is none.
     """
 
     iterations: np.ndarray
@@ -115,11 +116,11 @@ class GEIRows:
 class GEIMatrix:
     """Q: one row vector for each iteration that still matters.
 
-    A gradient is merged piece by piece. A bit is set when all pieces of the colayer are there. The caller must merge
+    A gradient is merged piece by piece. A bit is set when all pieces of the colayer were merged. The caller must merge
     each piece only once. Pieces of a row that was freed set no bit.
 
-    A row is freed when every rank that counts has completed a later one. If a rank is stuck, the oldest of more than
-    `max_rows` rows is freed all the same.
+    A row is freed when every rank that has not ended has completed a later one. If a rank is stuck, the oldest row is
+    freed when there are more than `max_rows` rows.
 
     Args:
       world_size: n.
@@ -163,7 +164,7 @@ class GEIMatrix:
         self.start(iteration)
         row = self._rows.get(iteration)
         if row is not None and row.add(rank, colayer, num_pieces):
-            if rank in self._completed:  # Otherwise the piece is a late one of a rank that has ended.
+            if rank in self._completed:  # Otherwise it is a late piece of a rank that has ended.
                 self._completed[rank] = max(self._completed[rank], iteration)
             self._free()
 
@@ -172,16 +173,16 @@ class GEIMatrix:
         return self._completed.get(rank, _NONE)
 
     def exclude(self, rank: int) -> None:
-        """Keeps no more rows for a rank that has ended."""
+        """Stops keeping rows for a rank that has ended."""
         self._completed.pop(rank, None)
         self._free()
 
     def include(self, rank: int) -> None:
-        """Keeps rows for a rank again, which has joined."""
+        """Keeps rows for a rank that has joined again."""
         self._completed.setdefault(rank, _NONE)
 
     def snapshot(self) -> GEIRows:
-        """A copy of this matrix for another one to take over. See `absorb`."""
+        """A copy of this matrix, which another matrix can take over. See `absorb`."""
         iterations = np.array(list(self._rows), np.int64)
         width = -(-self._world_size // 8)
         bits = b"".join(each.to_bytes(width, "little") for row in self._rows.values() for each in row.elements)
@@ -201,8 +202,8 @@ class GEIMatrix:
     def absorb(self, other: GEIRows) -> None:
         """Takes over the bits and counts of another matrix, because all that was merged there has now been merged here.
 
-        Contributions that were merged here should have been merged there, too. Otherwise only bits of iterations that
-        are newer than all in the other matrix stay. Rows that were freed there are freed here.
+        Contributions that were merged here should have been merged there, too. Otherwise this matrix keeps only bits of
+        iterations that are newer than all in the other matrix. Rows that were freed there are freed here.
         """
         if other.iterations.size:
             self._first = max(self._first, int(other.iterations[0]))
@@ -219,7 +220,7 @@ class GEIMatrix:
         self._free()
 
     def row_vector(self, iteration: int) -> tuple[int, ...]:
-        """The elements of an iteration, colayer 0 first. All are zero if there is no row, yet or any longer."""
+        """The elements of an iteration, colayer 0 first. All are zero if the row does not exist yet, or was freed."""
         row = self._rows.get(iteration)
         return (0,) * self._num_colayers if row is None else tuple(row.elements)
 

@@ -1,4 +1,4 @@
-"""`Held`: contributions that a rank under Canary keeps back while the root of a piece is silent.
+"""`Held`: contributions that a rank under Canary keeps back while a rank on the way to a piece's root is silent.
 
 A frozen root sums nothing up. Other ranks do not wait for it. Each adds up its own contributions, and sends the sum as
 one message when the root is heard again. So each contribution counts once, late, and takes no memory of its own.
@@ -68,7 +68,7 @@ class Held:
         return 0 if held is None else len(held.iterations)
 
     def takes(self, layout: Layout, piece: Piece) -> bool:
-        """True if the next contribution to a piece is to be kept back, also behind earlier ones, to keep the order."""
+        """True if the next contribution to a piece is to be kept back: a rank is silent, or earlier ones are kept."""
         return (layout.key, piece.index) in self._sums or self.is_silent(layout, piece)
 
     def add(
@@ -85,7 +85,7 @@ class Held:
         return sorted(self._silence.ranks.intersection(*[{rank for path in paths for rank in path}]))
 
     def send(self) -> None:
-        """Sends the sums that are kept back for roots that are heard again."""
+        """Sends the sums that are kept back, if all ranks on the way to the root are heard again."""
         for where, held in list(self._sums.items()):
             if not self.is_silent(held.layout, held.piece):
                 del self._sums[where]

@@ -19,7 +19,7 @@ class Piece:
       index: The piece's number in the layout.
       colayer: z.
       bucket: The index of the vector that the piece is a part of.
-      where: The piece's place in that vector.
+      where: The slice of that vector that is the piece.
       thread: The index of the network's thread for the piece.
       root: The rank that sums the piece up.
       parent: The rank to which this rank sends its sums; None at the root.
@@ -43,13 +43,13 @@ class Layout:
 
     The layout changes when ranks come and go. Each message names its layout, so that ranks need not learn of a change
     at the same time. The name is a *key* with a byte for every rank. The byte is odd if the rank takes part. It grows
-    with each end and each new incarnation of the rank (see `Departures`), up to 126 incarnations. So no key comes back.
+    with each end and each new incarnation of the rank (see `Departures`), up to 126 incarnations. So keys never repeat.
 
     Args:
       key: The key of the layout.
       network: The network whose routes pieces take.
       rank: The rank whose view this is.
-      sizes: For each colayer, the number of values in each of the vectors. Colayers lie one behind the other there.
+      sizes: For each colayer, the number of values in each of the vectors. In a vector, the colayers follow each other.
       granularity: Vectors should be cut at multiples of this number of values.
 
     Attributes:
@@ -57,10 +57,10 @@ class Layout:
       ranks: The ranks that take part, in order.
       pieces: All pieces, none empty.
       colayers: int array: z of each piece.
-      by_colayer: The pieces of each colayer. Pieces of the next roots come first, so that ranks do not all send to the
-        same root at once.
+      by_colayer: The pieces of each colayer. The first ones have the rank after this one as root, so that ranks do not
+        all send to the same root at once.
       ledger: The record of merged messages of each piece on this rank. See `Ledger`.
-      ended: The indices of pieces of which nothing more comes from the root. Guarded by the rank's monitor.
+      ended: The indices of pieces whose root sends nothing more. Guarded by the rank's monitor.
     """
 
     def __init__(self, key: bytes, network: Network, rank: int, sizes: Sequence[Sequence[int]], granularity: int):
@@ -125,8 +125,8 @@ class Ledger:
     ledger identifies the content of the weights, and which of two replicas is ahead.
 
     Attributes:
-      table: int64 array [pieces, 2 + n]: of each piece the number of messages merged, the number of resyncs (see
-        `hop_tf.strategies.canary.resync`), and then, for each rank, the number of its contributions.
+      table: int64 array [pieces, 2 + n]. A row has the number of messages merged, the number of resyncs (see
+        `hop_tf.strategies.canary.resync`), and then, for each rank, the number of contributions merged.
     """
 
     _SEQUENCE, _RESYNCS, _FIRST = 0, 1, 2
@@ -148,7 +148,7 @@ class Ledger:
 
     @property
     def sequences(self) -> np.ndarray:
-        """The number of messages merged of each piece."""
+        """The number of merged messages of each piece."""
         return self.table[:, self._SEQUENCE]
 
     @property
@@ -158,7 +158,7 @@ class Ledger:
 
     @property
     def merged(self) -> np.ndarray:
-        """The number of contributions merged of each piece and rank."""
+        """The number of merged contributions of each piece and rank."""
         return self.table[:, self._FIRST :]
 
     def header(self, piece: int, sequence: int, contributions: Sequence[tuple[int, int]]) -> None:

@@ -30,22 +30,22 @@ class MessageKind(enum.IntEnum):
       MARKED_DOWN: As DOWN. With this message, each rank begins a resync of the piece.
       DIGEST: A short digest of a replica's values for a resync, to compare it with others. Empty if the replica has no
         values.
-      VALUES: The piece's root asks for the values.
+      VALUES: The piece's root asks for a replica's values.
       SNAPSHOT: A replica's values for a resync. Empty if the replica has none.
       MEAN: The mean of the replicas' values. Empty if these are alike.
       PULL: Asks for a replica's state.
       STATE: The replica's state, or empty if it has none to give.
-      DONE: The sender has made its last step. The contributions tell how often it has contributed to each colayer. To a
-        rank that joined after that step, there are no contributions.
+      DONE: The sender has made its last step. The contributions tell how often it has contributed to each colayer. A
+        message to a rank that joined after that step has no contributions.
       MOVED: The sender contributes to this layout from now on. The payload is the key of its previous layout, if there
         was one. The contributions tell how often the sender has contributed to each colayer of the previous layout.
       FULL: The sender has received more than it may keep: no rank is to begin an iteration before there is room. The
-        piece is the number of the sender's thread.
-      ROOM: The sender has room again. The piece is the number of the sender's thread.
+        field `piece` is the number of the sender's thread.
+      ROOM: The sender has room again. The field `piece` is the number of the sender's thread.
       END: The piece's root has sent out everything, up to this sequence number.
-      HEARD: The sender has heard of this layout. The layout's roots are to say when nothing more comes of it.
+      HEARD: The sender knows this layout. The layout's roots are to announce its end.
       MISSED: The sender has left out some sums of the piece, up to this sequence number: the receiver was silent.
-      ENDING: The sender is about to end. The key is the incarnations of the ranks that it knows (see `ending`).
+      ENDING: The sender is about to end. The key has the incarnations of the ranks that it knows (see `ending`).
     """
 
     UP = 0
@@ -80,8 +80,8 @@ class Header(NamedTuple):
       key: The key of the message's layout.
       newest: zeta, as far as the sender knows.
       piece: The index of the piece.
-      sequence: Of DOWN: the number of the message among those of the root for the piece. Of END and MISSED: the last
-        such number. Of a resync's messages: the number of the resync.
+      sequence: In DOWN: the number of the message among the root's messages of the piece. In END and MISSED: the last
+        such number. In a resync's messages: the number of the resync.
       contributions: The ranks and iterations of the contributions in the sum.
     """
 

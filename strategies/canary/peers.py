@@ -20,7 +20,7 @@ class Peers:
 
     Attributes:
       done: The ranks that have made their last step, including this rank.
-      full: The ranks and threads that have received more than they may keep.
+      full: Pairs of a rank and its thread that has received more than it may keep.
       ending: For each rank that is about to end, the incarnations that it has announced.
     """
 
@@ -75,7 +75,7 @@ class Peers:
         return bytes(map(self._incarnation_byte, range(self._membership.world_size)))
 
     def is_incarnation(self, rank: int, incarnations: bytes) -> bool:
-        """True if a rank is in the incarnation of `incarnations`, or was in it when it left."""
+        """True if a rank is in the incarnation that `incarnations` has for it, or was in it when it left."""
         return incarnations[rank] == self._incarnation_byte(rank)
 
     def is_ahead(self, incarnations: bytes) -> bool:
@@ -93,17 +93,17 @@ class Peers:
         return layout.key == self.present_key()
 
     def learn(self, header: Header) -> None:
-        """Takes the iterations of ranks from a message."""
+        """Learns the iterations of ranks from a message."""
         if header.kind in _MERGED:
             for rank, iteration in header.contributions:
                 self.is_in(rank, iteration)
 
     def is_in(self, rank: int, iteration: int) -> None:
-        """Records that a rank has started an iteration. -1: none yet."""
+        """Records that a rank has started an iteration. An iteration of -1 means none yet."""
         self._iterations[rank] = max(iteration, self._iterations.get(rank, iteration))
 
     def fastest(self, except_for: Collection[int] = (), among: Collection[int] | None = None) -> int | None:
-        """The other rank that is furthest, except some; None if there is none. Default: among all that are known."""
+        """The fastest other rank in `among`, except some; None if there is none. Default: all known ranks."""
         among = self._iterations if among is None else among
         ranks = [rank for rank in self.present() if rank in among and rank not in except_for]
         return max(ranks, key=lambda rank: self._iterations.get(rank, -1), default=None)
@@ -147,7 +147,7 @@ class Peers:
         self._present[rank] = key
 
     def has_contributed(self, rank: int, key: bytes, counts: Sequence[int]) -> None:
-        """Records how often a rank has contributed to each colayer of a layout. It does not contribute again."""
+        """Records how often a rank has contributed to each colayer of a layout. It will not contribute again."""
         self._counts[rank, key] = counts
 
     def contributed(self, rank: int, layout: Layout) -> Sequence[int] | None:

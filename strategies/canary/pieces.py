@@ -7,8 +7,8 @@ No rank waits for a computation. A rank that receives contributions to a piece f
     or at once, if the ranks that take part have changed, because ranks that know of the change send elsewhere.
 
 So in a cluster of equal ranks each message holds the contributions of all. A rank that falls behind delays no other:
-its contribution goes with the others' next sum. A single sum is not enough, because a slow rank is in one now and then.
-All would wait for this rank in vain after each such sum.
+its contribution goes with the others' next sum. Being in a single sum does not make a sender regular, because a slow
+rank is in one now and then. All would wait for this rank in vain after each such sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Sum:
     Attributes:
       layout: The layout.
       piece: The piece.
-      in_a_row: For each sender, the number of forwarded sums that it was in without a break until the last one.
+      in_a_row: For each sender, the number of consecutive forwarded sums that it was in, up to the last one.
       total: The sum, or None if nothing has come.
       senders: The ranks whose messages are in the sum.
       contributions: The ranks and iterations of the contributions in the sum.
@@ -68,7 +68,7 @@ class _Sum:
 class PieceThread:
     """Sums, sends and merges the pieces of one of the network's threads.
 
-    The transport's threads and the thread that makes steps put work into an inbox. `run` works it off.
+    The transport's threads and the thread that makes steps put work into an inbox. `run` does this work.
 
     Args:
       index: The index of the thread.
@@ -78,7 +78,8 @@ class PieceThread:
       peers: The state of the other ranks.
       resync: The resyncs of the thread's pieces.
       silence: The silent ranks, which are sent nothing.
-      max_bytes: With more bytes than this in the inbox, this rank tells the others to wait. With half of it, to go on.
+      max_bytes: With more bytes than this in the inbox, this rank tells the others to wait. With half of it, it tells
+        them to go on.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class PieceThread:
     # From other threads.
 
     def pause(self) -> None:
-        """Stops taking up work until `open`. Blocks until the present work is done."""
+        """Stops taking work until `open`. Blocks until the present work is done."""
         with self._monitor:
             self._is_open = False
             while self._is_busy:
@@ -136,20 +137,20 @@ class PieceThread:
             self._resync.reset()
 
     def open(self) -> None:
-        """Begins to take up work, because the replica has its first weights."""
+        """Begins to take work, because the replica has its first weights."""
         with self._monitor:
             self._is_open = True
             self._monitor.notify_all()
 
     def put(self, work: Callable[[], None], num_bytes: int = 0) -> None:
-        """Adds work to the inbox, which keeps `num_bytes` until it is done. Never blocks, so that receiving goes on."""
+        """Adds work that holds `num_bytes` bytes of memory to the inbox. Never blocks, so that receiving goes on."""
         with self._monitor:
             self._inbox.append((work, num_bytes))
             self.num_bytes += num_bytes
             self._monitor.notify_all()
 
     def answer(self, work: Callable[[bool], None]) -> None:
-        """Adds work to be done next, even before `open`. Calls it with True if the replica is usable. Never blocks."""
+        """Adds work to be done next, even before `open`. `run` passes True if the replica is usable. Never blocks."""
         with self._monitor:
             self._questions.append(work)
             self._monitor.notify_all()
@@ -181,7 +182,7 @@ class PieceThread:
         self.put(self._pass_on_what_is_due)
 
     def tell_missed(self, rank: int) -> None:
-        """Tells a rank that is no longer silent which sums it was not sent."""
+        """Tells a rank that is no longer silent which sums were not sent to it."""
         self.put(lambda: self._tell_missed(rank))
 
     def leave_resync(self, layout: Layout, piece: Piece) -> None:
@@ -265,7 +266,7 @@ class PieceThread:
             self._handle(*each)
 
     def _handle(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
-        """Handles a message, or keeps it while its layout has a rank that has joined without this rank's knowledge.
+        """Handles a message, or keeps it while its layout has a new rank that this rank does not know yet.
 
         Messages that are forwarded to such a rank would be lost.
         """
@@ -368,7 +369,7 @@ class PieceThread:
             self._channel.send(rank, header, level=dict(piece.children)[rank])
 
     def _miss(self, layout: Layout, piece: Piece, header: Header) -> None:
-        """Notes that this rank was not sent some sums of a piece. Tells its children, which lack them, too."""
+        """Records that some sums of a piece were not sent to this rank. Tells its children, which also lack them."""
         for child, level in piece.children:
             self._channel.send(child, header, level=level)
         self._replica.miss(layout, piece, header.sequence)
@@ -405,7 +406,7 @@ class PieceThread:
 
 
 def checked_piece(layout: Layout, header: Header, sender: int) -> Piece:
-    """Returns a message's piece. Raises ProtocolError if it does not exist, or is not the sender's to tell of."""
+    """Returns a message's piece. Raises ProtocolError if there is none, or if the sender may not send this kind."""
     if header.piece >= len(layout.pieces):
         raise ProtocolError(f"rank {sender} sent a message about piece {header.piece} of {len(layout.pieces)}.")
     piece = layout.pieces[header.piece]

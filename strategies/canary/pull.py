@@ -3,8 +3,8 @@
 A state is the weights and the ledgers at one moment, so it holds each contribution as a whole or not at all. A rank
 takes a state only if all that was merged here was merged there, too. A message in flight that the state already
 contains is not merged again, because the ledger has its number. If the fastest rank lacks something, the rank asks the
-next one. If all lack something, the rank takes the fastest rank's state. But then the contributions that this state
-lacks must be unable to arrive there later.
+next one. If all lack something, the rank takes the fastest rank's state. It may do so only if the contributions that
+this state lacks can no longer arrive there.
 
 A rank that was not sent all messages of a piece asks the root of the piece. The fastest rank may lack the same
 messages: two such ranks would take each other's state and lack the messages for ever.
@@ -58,14 +58,14 @@ class Pulling:
     def pull(self, step: int, *, waits_for_silent: bool = False) -> None:
         """Takes the state of the fastest rank whose state may be taken. Looks at up to three states.
 
-        Roots of pieces of which this rank lacks messages come before all others.
+        If this rank lacks messages of pieces, it asks the roots of these pieces first.
 
         Args:
           step: For error messages.
           waits_for_silent: True if silent ranks are asked, too. A rank that has just joined always asks them.
 
-        Blocks: until each rank that is asked has answered, or has left (another process may have taken its place), or
-          is silent, if silent ranks are not waited for. An answer does not wait for a computation.
+        Blocks: until each rank that is asked has answered, has left (another process may have taken its place), or is
+          silent and not waited for. An answer does not wait for a computation.
 
         Raises:
           HopError: As `Membership.wait` does.

@@ -39,8 +39,9 @@ class _Own:
 
     Attributes:
       num_sent: The number of all contributions.
-      latest: The latest contributions at their full size. Each entry is a number of contributions and the bucket from
-        the graph, or the sum of several contributions that are merged together. `add_to` drops those that are merged.
+      latest: The latest contributions at their full size. Each entry is a number of contributions, and either the
+        bucket from the graph or the sum of several contributions that are merged together. `add_to` drops the entries
+        that are merged.
       num_kept: The number of contributions in `latest`.
     """
 
@@ -92,12 +93,12 @@ class Replica:
       rank: This rank.
       encoding: The encoding and the places of pieces.
       lock: Guards weights and ledgers.
-      weights: The merged weights: one vector for each bucket, where colayers lie one behind the other. None before
-        `begin`.
-      is_complete: True if the ledgers tell all that the weights hold. Otherwise no other replica can take the state.
+      weights: The merged weights: one vector for each bucket, in which colayers follow each other. None before `begin`.
+      is_complete: True if the ledgers list all messages that the weights contain. Otherwise no other replica can take
+        the state.
       snapshots: By layout and piece, the piece's values after the marked message of the resync that is in progress.
       gei: The gradient exchange index: the contributions that were merged.
-      gaps: By layout and piece, the number up to which messages are missing here. Other ranks' states contain them.
+      gaps: By layout and piece, the number of the latest message that is missing here. Other ranks' states contain it.
       num_duplicates: The number of messages that had been merged before.
       num_late: The number of contributions to freed layouts that came after a gap: the state that was taken lacked
         earlier messages of the same root.
@@ -167,7 +168,7 @@ class Replica:
         return [*self._layouts, *self._past]
 
     def free(self, layout: Layout) -> None:
-        """Frees a layout. Only messages that already wait are still merged. The ledger is kept: see `adopt`."""
+        """Frees a layout. Only messages already in an inbox are still merged. The ledger is kept: see `adopt`."""
         with self.lock:
             # First, so that at any moment the layout is known or freed.
             self._past = {**self._past, layout.key: layout.ledger}
@@ -177,11 +178,11 @@ class Replica:
             self._own = {where: own for where, own in self._own.items() if where[0] != layout.key}
 
     def is_known(self, key: bytes) -> bool:
-        """True if a layout exists here and was not freed, so that more of it may come."""
+        """True if a layout exists here and was not freed, so that further messages of it may come."""
         return key in self._layouts
 
     def is_freed(self, key: bytes) -> bool:
-        """True if nothing of a layout is taken any longer. Also true if this rank took no part in the layout."""
+        """True if this rank accepts no further messages of a layout. Also true if it took no part in the layout."""
         return key in self._past
 
     def read(self) -> tuple[np.ndarray, ...]:
@@ -245,7 +246,7 @@ class Replica:
             return True
 
     def miss(self, layout: Layout, piece: Piece, sequence: int) -> None:
-        """Records a gap: this rank was not sent all messages of a root up to number `sequence`."""
+        """Records a gap: some messages of a root, up to number `sequence`, were not sent to this rank."""
         with self.lock:
             if sequence > layout.ledger.sequences[piece.index] and not self.is_freed(layout.key):
                 where = layout.key, piece.index
@@ -285,15 +286,15 @@ class Replica:
         will take its state.
 
         In a past layout, two replicas may differ for ever: a root died between sending to one rank and the next, or
-        sent a message before the other rank had joined. To drop such a message is better than never to take the state.
+        sent a message before the other rank had joined. Dropping such a message is better than never taking the state.
 
         A rank with gaps may be a root that is ahead of all others in its own pieces. It keeps these pieces, and takes
         the others.
 
         Args:
-          payload: The parts that `state` has returned there, joined as bytes.
+          payload: The result of `state` on the other rank, as bytes.
           giver: The rank that has given the state.
-          incarnations: For each rank its byte in the keys of the layouts that it takes part in.
+          incarnations: For each rank, its byte in the keys of the layouts that it takes part in.
           may_drop: True to take the state even if it lacks messages that were merged here, which are then lost. They
             must be of past layouts, which both ranks have freed or take no part in.
 
@@ -320,7 +321,7 @@ class Replica:
             snapshots = {
                 where: self._checked(where, values)
                 for where, values in snapshots.items()
-                if not self.is_freed(where[0])  # Nothing more comes here of a resync in a freed layout.
+                if not self.is_freed(where[0])  # No further message of a resync comes in a freed layout.
             }
             is_past = {key: key in freed or key[giver] != incarnations[giver] for key in self._past}
             compared = [key for key in ledgers if not (may_drop and is_past.get(key))]
@@ -344,9 +345,9 @@ class Replica:
     def _pieces_ahead(
         self, tables: Mapping[bytes, np.ndarray], compared: Collection[bytes]
     ) -> list[tuple[Layout, Piece]]:
-        """The pieces in which this rank, if it has gaps in others, is ahead of a state.
+        """The pieces in which this rank is ahead of a state. Empty if this rank has no gaps in other pieces.
 
-        Empty if the two differ in several of the layouts that are compared, because pieces of these overlap.
+        Also empty if the two differ in several of the layouts that are compared, because their pieces overlap.
         """
         if not self.gaps:
             return []

@@ -4,7 +4,7 @@ Replicas that have merged the same messages differ by rounding only. The excepti
 the weights of one rank. But at no moment have all ranks merged the same messages. So the root marks one of its
 messages. Each rank takes a snapshot of the piece right after this message, and reports it to the root. The root sends
 out the mean of the snapshots, and each rank adds the difference between the mean and its own snapshot. Ranks report
-digests first, because mostly the snapshots are equal to the bit. No rank waits. A rank that takes another rank's
+digests first, because the snapshots are usually equal to the bit. No rank waits. A rank that takes another rank's
 weights meanwhile also takes that rank's snapshot, because the difference must fit the weights.
 
 When ranks leave or join, messages of the previous layout have no order relative to those of the next one. A rank that
@@ -106,7 +106,7 @@ class Resync:
             self._send(piece.root, piece.thread, kind, layout, piece, 0, values)
 
     def _is_alone(self, layout: Layout) -> bool:
-        """True if this layout is the only one that is not freed, so that no messages of others mix with its own."""
+        """True if this layout is the only one not freed, so that no messages of other layouts mix with its own."""
         return [each.key for each in self._replica.layouts()] == [layout.key]
 
     def receive(self, layout: Layout, piece: Piece, header: Header, sender: int, payload: np.ndarray) -> None:
@@ -192,7 +192,7 @@ class Resync:
     def _go_down(self, layout: Layout, piece: Piece, sequence: int, mean: np.ndarray) -> None:
         """Spreads a mean on the route of the root's other messages, so that it comes before the next marked message.
 
-        The mean is empty if all replicas are alike, as they are unless something was lost. Then nothing is added.
+        If all replicas are alike, which they are unless something was lost, the mean is empty. Then nothing is added.
         """
         for child, level in piece.children:
             if self._takes_part(layout, child):

@@ -41,7 +41,7 @@ class CanarySession:
     Ranks and iterations count from 0.
 
     Several sessions may follow each other on a transport, or run at the same time. The k-th session on a rank's
-    transport belongs with the k-th sessions of the other ranks. A session can be entered only once.
+    transport communicates with the k-th sessions of the other ranks. A session can be entered only once.
 
     Args:
       transport: The started transport of this rank. The session does not close it.
@@ -56,13 +56,13 @@ class CanarySession:
 
     Raises:
       ValueError: If an argument is out of range, or `algorithm` does not fit `world_size`.
-      MismatchError: By `__enter__`, if a rank has another `algorithm`, codec or `num_colayers`. If another rank gives
-        up first for that reason, this rank raises PeerLostError instead.
+      MismatchError: By `__enter__`, if a rank has a different `algorithm`, codec or `num_colayers`. If another rank
+        gives up first for that reason, this rank raises PeerLostError instead.
       HopError: By `__enter__`, if the session was entered before, or a rank is lost. By collectives, if the session was
         not entered or has ended, here or on a rank that takes part.
 
     Blocks: `__enter__`, until all ranks enter. `__exit__`, until all messages have arrived at the ranks that still
-      listen, at most `progress_timeout_seconds`. The transport may be closed then.
+      listen, at most `progress_timeout_seconds`. After that, the transport may be closed.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class CanarySession:
     def all_gather(
         self, tensor: np.ndarray, cube: tuple[int, int] | None = None, pieces: int | None = None
     ) -> np.ndarray:
-        """Collects the pieces with this rank's index from all ranks of a cube: the first stage of Table 2.
+        """Collects this rank's pieces from all ranks of a cube, and sums them up: the first stage of Table 2.
 
         The ranks of a cube must call it equally often. Other cubes do not matter. Messages use the lane, and so the
         interface, of the cube's level.
@@ -230,12 +230,12 @@ class CanarySession:
         Args:
           tensor: Array of floating-point values or integers, of the same shape and dtype on all ranks that take part.
           cube: <level, index> of a cube of a BCube that this rank is in. Default None: all ranks.
-          pieces: The number of pieces into which the tensor, seen as a vector, is cut. The rank whose place in the cube
-            is j modulo the cube's size collects piece j. Default None: the number of ranks.
+          pieces: The number of pieces into which the tensor, seen as a vector, is cut. Piece j goes to the rank at
+            position (j modulo the cube's size) of the cube. Default None: the number of ranks.
 
         Returns:
-          1-D array: the sums over the cube of this rank's pieces, one behind the other. Sums of integers have 64 bits,
-          as `np.sum` makes them.
+          1-D array: this rank's pieces, summed over the cube and concatenated. Sums of integers have 64 bits, as
+          `np.sum` makes them.
 
         Blocks: until all ranks of the cube have called it.
 
@@ -280,8 +280,9 @@ class CanarySession:
           cube: <level, index> of a cube of a BCube that this rank is in: its ranks take part. Default None:
             `piece_level` decides.
           piece_level: The number of BCube levels over which pieces are exchanged. The ranks that take part are those
-            whose digits differ in the lowest `piece_level` levels only. Default None: all ranks.
-          iteration: If given, the gradient exchange index notes that the ranks' gradients of this iteration are merged.
+            whose digits differ from this rank's only in the lowest `piece_level` levels. Default None: all ranks.
+          iteration: If given, the gradient exchange index records that the ranks' gradients of this iteration were
+            merged.
           colayer: The colayer of these gradients. Default 0.
 
         Returns:
@@ -291,7 +292,7 @@ class CanarySession:
 
         Raises:
           ValueError: If this rank is not in the cube, or there is no such level, iteration or colayer. Also if both
-            `cube` and `piece_level` are given, or the tensor has other values, such as integers.
+            `cube` and `piece_level` are given, or the tensor has values that are not floating-point, such as integers.
           MismatchError: If a rank that takes part calls something else.
           HopError: If a rank is lost.
         """

@@ -28,7 +28,7 @@ class CanarySettings:
 
     Raises:
       TypeError: If `codec` is of another type.
-      ValueError: If a value is out of range, or does not go with another.
+      ValueError: If a value is out of range, or does not fit with another one.
     """
 
     algorithm: str | Network
@@ -69,7 +69,8 @@ class CanarySettings:
                 "a `codec` of low rank needs consistency='bsp': ranks find the factors of their mean gradient together."
                 f" Received: codec={self.codec!r}, consistency={self.consistency!r}."
             )
-        # The rank that sums a piece up, and would keep the unselected rest, changes: gradients would be lost.
+        # The rank that sums a piece up would keep the values that are not selected. When another rank takes over this
+        # piece, they would be lost.
         selects = isinstance(self.codec, codecs.TopK)
         if selects and not (self.codec.error_feedback and self.is_synchronous):
             raise ValueError(
@@ -118,7 +119,7 @@ class CanarySettings:
         return dataclasses.replace(self, algorithm="mesh") if self._chooses_algorithm else self
 
     def _bcubes(self, world_size: int, num_interfaces: int) -> list[BCube]:
-        """The BCube that ranks may choose. Empty if their interfaces do not fit one."""
+        """A list of the BCube that ranks may choose. Empty if their interfaces do not fit one."""
         if not self._chooses_algorithm or num_interfaces < 2:
             return []
         alpha = round(world_size ** (1 / num_interfaces))
@@ -127,7 +128,7 @@ class CanarySettings:
 
     @property
     def _chooses_algorithm(self) -> bool:
-        """True if ranks choose when several algorithms fit. Not with factors, which leave few bytes to save."""
+        """True if ranks choose when several algorithms fit. False with factors, which leave few bytes to save."""
         return self.algorithm == AUTO and self.is_synchronous and not self._factorizes
 
     @property
@@ -147,7 +148,7 @@ class CanarySettings:
 
     @property
     def is_synchronous(self) -> bool:
-        """True if ranks wait for all bits of a row."""
+        """True if ranks wait for all bits of a row of the gradient exchange index."""
         return self.consistency == "bsp"
 
     @property

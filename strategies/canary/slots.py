@@ -1,8 +1,8 @@
 """`SlotsBefore`: an optimizer under Canary forgets a step that was dropped.
 
 A contribution is the optimizer's step, and a step with momentum holds the gradients of earlier steps. If the velocity
-kept dropped gradients, these would still be in the later steps of an overtime rank: with momentum m, m of each of them,
-late. So velocities, and all other slots of a variable, become what they were before the step, as in iterations that are
+kept dropped gradients, later steps of an overtime rank would still contain them: with momentum m, the fraction m of
+each. So velocities and all other slots of a variable return to their values before the step, as if the iteration was
 skipped. A rank's contributions then come only from gradients that were not dropped.
 """
 

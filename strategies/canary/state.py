@@ -46,7 +46,7 @@ def split_index(payload: np.ndarray, world_size: int, num_colayers: int) -> GEIR
     """Splits the result of `join_index`.
 
     Raises:
-      ProtocolError: If the payload is no index, or one of other ranks or colayers.
+      ProtocolError: If the payload is not an index, or its ranks or colayers do not match.
     """
     try:
         iterations, bits, parts, completed = split(payload)
@@ -89,5 +89,5 @@ def split_snapshots(payload: np.ndarray, world_size: int) -> dict[tuple[bytes, i
 
 
 def _divide(keys: np.ndarray, world_size: int) -> list[bytes]:
-    """Splits the keys of layouts, which lie one behind the other."""
+    """Splits the concatenated keys of layouts."""
     return [keys[start : start + world_size].tobytes() for start in range(0, keys.size, world_size)]

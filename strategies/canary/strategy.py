@@ -12,14 +12,15 @@ Multi-Interface Networks. IEEE TPDS 2021. Worker i, in iteration k (sections 4 a
     5.  others' pieces that have come are merged, and noted in the gradient exchange index  (Figure 16)
     6.  the next iteration is k + 1, or zeta, if that is more
 
-The paper leaves open what a worker sends if the optimizer has a state. Here the worker sends its optimizer's step, over
-n. Every worker, including the sender, adds only the final sum of a piece, which the root sends out. So replicas differ
-only by messages in flight. With SGD, with or without momentum, the result is the same as with averaged gradients.
+The paper leaves open what a worker sends if the optimizer has a state. Here the worker sends its optimizer's step,
+divided by n. Every worker, including the sender, adds only the final sum of a piece, which the root sends out. So
+replicas differ only by messages in flight. With SGD, with or without momentum, the result is the same as with averaged
+gradients.
 
 The paper also leaves open what a worker computes with while its own step is in flight. Here its own step stands in for
 the mean: the worker computes with the merged weights plus its own steps that are not merged yet. These count at their
-full size, over 1 and not n (`hop_tf.runtime.deltas`). With the merged weights alone, every step would come an
-iteration or two late. That costs 10 to 20 points of accuracy with a momentum of 0.9.
+full size, not divided by n (`hop_tf.runtime.deltas`). With the merged weights alone, every step would come an iteration
+or two late. That costs 10 to 20 points of accuracy with a momentum of 0.9.
 
 Merging goes on all the time, on threads of its own: see `hop_tf.strategies.canary.exchange`. Synchronous training (BSP)
 averages the gradients of each colayer by all-reduce on the same routes.
@@ -57,18 +58,19 @@ _SKIPS = "CanaryStrategy skips the batches that a slow rank has missed, unless c
 class CanaryStrategy(ExchangeStrategy):
     """Training with sketched pieces of changes, over several interfaces. No rank waits for a slow one.
 
-    At the same learning rate and momentum, accuracy is less than a point below synchronous training. If each rank has
-    data of other classes, it is some 2 points below. A rank's own step then says little of the others'.
+    At the same learning rate and momentum, accuracy is less than a point below synchronous training. If the ranks' data
+    have different classes, accuracy is about 2 points below, because a rank's own step then says little about the
+    others' steps.
 
     Variables are bundled into colayers. In each step, a rank sends its optimizer's change of a colayer's variables,
-    over the number of ranks. The change travels in pieces on the routes of `algorithm`. Each piece is summed up on its
-    way. The sum goes to all ranks, which merge it. Until then the rank's own step stands in for the sum. `consistency`
-    says what happens to a rank that is late:
+    divided by the number of ranks. The change travels in pieces on the routes of `algorithm`. Each piece is summed up
+    on its way. The sum goes to all ranks, which merge it. Until then the rank's own step stands in for the sum.
+    `consistency` says what happens to a rank that is late:
 
     - "ssp": a rank is overtime if it is more than `max_staleness` iterations behind the fastest one, with fewer than
       `min_colayers` colayers sent. It then drops the other colayers of its iteration. It takes the weights of the
-      fastest rank, or of one of the next two, if these hold all that was merged here. Otherwise it keeps its own. In
-      any case it goes on with the iteration of the fastest rank, and skips the batches in between.
+      fastest rank, or of one of the next two, if these hold everything that was merged here. Otherwise it keeps its own
+      weights. Either way, it goes on with the iteration of the fastest rank, and skips the batches in between.
     - "async": as "ssp", but nothing is dropped.
     - "bsp": synchronous training. Gradients are averaged, colayer by colayer, before the optimizer gets them. The
       trained variables are equal to the bit on all ranks. If a rank ends early, the others go on without it. Before
@@ -78,9 +80,10 @@ class CanaryStrategy(ExchangeStrategy):
 
     With "ssp" and "async", ranks wait for each other when `fit` ends, and end with the same weights, to the bit. During
     training replicas differ by the messages in flight. Changes that callbacks make to a rank's weights within `fit` are
-    part of its next step. Constraints apply to the weights that a rank computes with, and at the end. `use_ema`
-    averages the rank's own weights: `synchronize(model)` averages these. Each rank has its own optimizer slots.
-    Training takes `fit` and one optimizer, trained variables of 32 bits or more, and no `ema_overwrite_frequency`.
+    part of its next step. Constraints apply to the weights that a rank computes with, and at the end. With `use_ema`,
+    each rank keeps a moving average of its own weights. `synchronize(model)` takes the mean of these averages over the
+    ranks. Each rank has its own optimizer slots. Training needs `fit`, one optimizer, trained variables of 32 bits or
+    more, and no `ema_overwrite_frequency`.
 
     Memory: three copies of the weights (merged, as the graph has them, and as they were before the step). Each step in
     flight takes a quarter of a copy with the sketch, and one copy otherwise. Moving statistics go with the last
@@ -88,44 +91,45 @@ class CanaryStrategy(ExchangeStrategy):
 
     Args:
       algorithm: "mesh" (each rank sends to all others), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta`
-        interfaces, each rank sends to beta (alpha - 1) others), "tree:<children>" (few connections, one interface), or
-        with "bsp" "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp" and three ranks or more,
-        "auto" may also become "ring", or the "bcube:<alpha>,<beta>" that `interfaces` fit. The other algorithm must
-        save at least 5 % of a step. With `codecs.LowRank`, or under `tf.config.experimental.enable_op_determinism()`,
-        "auto" stays "mesh".
+        interfaces, each rank sends to beta (alpha - 1) others), "tree:<children>" (few connections, one interface).
+        Only with "bsp": "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp" and three ranks or
+        more, "auto" may also become "ring", or the "bcube:<alpha>,<beta>" that `interfaces` fit. The other algorithm
+        must save at least 5 % of a step. With `codecs.LowRank`, or under
+        `tf.config.experimental.enable_op_determinism()`, "auto" stays "mesh".
       consistency: As above. Default "ssp".
       max_staleness: s, in iterations; at least 0. Not used by "bsp". Default 16.
-      min_colayers: p: a rank that has sent this many colayers may send the others, however late. 0 is "async". At most
-        `num_colayers`. If the model has fewer colayers, all of them suffice. Not used by "bsp". Default None: all.
+      min_colayers: p: a rank that has sent this many colayers may send the others, however late. 0 is the same as
+        "async". At most `num_colayers`. If the model has fewer colayers, all of them suffice. Not used by "bsp".
+        Default None: all.
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default None: 10, and neighbors
         of less than 256 KiB are joined, mostly of convolutions or of dense layers only.
-      codec: Encodes messages: a `hop_tf.codecs.Codec`, or a name; None: values travel as they are. `codecs.TopK` takes
+      codec: Encodes messages: a `hop_tf.codecs.Codec`, or a name; None: values travel as they are. `codecs.TopK` needs
         consistency="bsp" and error feedback: otherwise the values that it does not select would be lost. With "bsp",
         `codecs.LowRank(rank=4, codec="sketch")` sends large kernels as factors, and the factors as sketches. The sketch
-        encodes a colayer as a whole, on the device that computes the step. All else, and everything with "bsp", is
-        encoded in pieces on processors. Default "sketch".
-      max_in_flight: The number of own iterations that a rank may have in flight, not merged, on a mesh. If the way to a
-        root is longer, one more for each further message. At least 2: one is sent while one is held up for a slow rank.
-        If a message takes longer than this many iterations, ranks wait for it. Each takes memory. Not used by "bsp".
-        Default 4.
+        encodes a colayer as a whole, on the device that computes the step. All other encoding, and all encoding with
+        "bsp", is done in pieces on the CPU. Default "sketch".
+      max_in_flight: The number of own iterations that a rank may have in flight, not yet merged, on a mesh. On other
+        networks there is one more for each further hop on the way to a root. At least 2: one is sent while one is held
+        up for a slow rank. If a message takes longer than this many iterations, ranks wait for it. Each iteration in
+        flight takes memory. Not used by "bsp". Default 4.
       sync_interval: Once in this many iterations, every piece of the weights becomes its mean over all ranks. This
-        evens out losses of messages, or a change on one rank only. At least 1, or None: never. If replicas differ, it
-        takes as many bytes as one exchange in float32. If they are equal, as digests tell, it takes next to none. Not
-        used by "bsp". Default 50.
+        evens out lost messages, and changes on one rank only. At least 1, or None: never. If replicas differ, ranks
+        send as many bytes as for one exchange in float32. If digests show that they are equal, ranks send next to none.
+        Not used by "bsp". Default 50.
       interfaces: This machine's address on each of its interfaces: `beta` addresses for a BCube, otherwise one. With
-        "bsp" and algorithm="auto", several are for the BCube that ranks may choose. If they do not choose it, only the
-        first address is used. If an address cannot reach a rank, the cluster's address is used, with a warning. Takes
-        the place of `CommunicationOptions.interfaces`. Default None: the value of that option.
+        "bsp" and algorithm="auto", several addresses let ranks choose a BCube. If they do not choose it, only the first
+        address is used. If an address cannot reach a rank, the cluster's address is used, with a warning. Replaces
+        `CommunicationOptions.interfaces`. Default None: the value of that option.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": the
         others go on without the rank, and share its rows of each batch. Its contributions that were not yet summed up
         are lost, and so are those that it was to sum up. If the same script is started again as that rank, its first
         `fit` skips the steps that it has missed. The rank takes weights and optimizer slots from the rank that is
-        furthest, and goes on from there. It raises `PeerLostError` if the others have ended without it. So does a rank
-        that cannot end because another one dies in the moment in which all end. With "bsp", the lost rank's last
-        gradient is in the mean of a colayer on all other ranks or on none. Each rank keeps a copy of the last means for
-        that. In a BCube that has lost a rank, the mean is made as on a mesh. A rank that is started again joins between
-        two steps, with weights that are equal to the others'. After a loss, `strategy.reduce` in a custom loop raises.
-        Default None: "raise" for "bsp", otherwise "continue".
+        furthest ahead, and goes on from there. It raises `PeerLostError` if the others have ended without it. So does a
+        rank that cannot end because another rank dies at the moment at which all end. With "bsp", the lost rank's last
+        gradient is in the mean of a colayer on all other ranks or on none. For this, each rank keeps a copy of the last
+        means. In a BCube that has lost a rank, the mean is made as on a mesh. A rank that is started again joins
+        between two steps, with weights that are equal to the others'. After a loss, `strategy.reduce` in a custom loop
+        raises. Default None: "raise" for "bsp", otherwise "continue".
       min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
         fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
         None: more than half of the ranks; 1 if there are two.
@@ -136,9 +140,9 @@ class CanaryStrategy(ExchangeStrategy):
         when it wakes.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). With
-        "bsp", mean gradients count each rank as often as it has rows in the step. Otherwise a rank's step goes to the
-        others times its part, in place of 1 / n. So the sum moves the replicas as far as one step of the whole batch.
-        The rank's own step stands in at its full size. Default None: all parts are equal.
+        "bsp", mean gradients count each rank as often as it has rows in the step. Otherwise a rank sends its step
+        multiplied by its part, instead of by 1 / n. So the sum moves the replicas as far as one step of the whole batch
+        would. The rank's own step stands in at its full size. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.

@@ -1,10 +1,10 @@
-"""`Absence`: the neighbors that a rank of Hop does not wait for. They are frozen or cut off, until they are back.
+"""`Absence`: the neighbors that a rank of Hop does not wait for, because they are or were frozen or cut off.
 
 A token queue bounds how far a rank is ahead of an out-neighbor, and so the memory there. A silent neighbor computes
-nothing, and messages to it give way to newer ones, so its memory needs no bound. If stragglers are tolerated, ranks go
-on without its tokens and updates, and owe the tokens. When the neighbor is back, it finds that its in-neighbors are
-further than its tokens allow. It then takes their newest parameters, and goes on where its out-neighbors are
-(`HopExchange`), like a straggler that jumps (section 5). Until then no rank waits for it.
+nothing, and newer messages to it replace older ones, so its memory needs no bound. If stragglers are tolerated, ranks
+go on without its tokens and updates, and owe the tokens. When the neighbor is back, it finds that its in-neighbors are
+further ahead than its tokens allow. It then takes their newest parameters, and goes on at the iteration of its
+out-neighbors (`HopExchange`), like a straggler that jumps (section 5). Until then no rank waits for it.
 
 References:
   Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. The bounds of Table 1 on the gap
@@ -58,7 +58,7 @@ class Absence:
         return rank in self._silence.ranks or rank in self._returning
 
     def owes_tokens(self, rank: int) -> bool:
-        """True if this rank goes on without an out-neighbor's tokens: it is absent and tolerates missing updates."""
+        """True if this rank goes on without an out-neighbor's tokens: the neighbor is absent, and may miss updates."""
         return self.includes(rank) and self._settings.is_tolerated_by(rank)
 
     def owes_updates(self, rank: int) -> bool:

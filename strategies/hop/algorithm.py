@@ -1,4 +1,4 @@
-"""`HopAlgorithm`: Hop's half of the training graph, lines 11 to 15 of `hop_tf.strategies.hop`."""
+"""`HopAlgorithm`: the part of Hop that runs in the training graph, lines 11 to 15 of `hop_tf.strategies.hop`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HopAlgorithm(Algorithm):
         if self._shares is not None:
             self._weigh_step(before, self._shares.times_mean - 1)
         if self._settings.skewed_shards:
-            # As if made in the step before, and part by part in each step of the iteration.
+            # As if the change were made in the previous step, in equal parts over the steps of the iteration.
             add_to_velocities(self.group, moves, lambda momentum: momentum / self._settings.interval)
         if self._settings.update_order == "serial":
             values = read_all(self.group.variables)
@@ -61,7 +61,7 @@ class HopAlgorithm(Algorithm):
             variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 
     def _average_if_due(self, values: Sequence[tf.Tensor], computed: Sequence) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Averages in the first step of an iteration. Returns the changes if needed, and steps to skip."""
+        """Averages in an iteration's first step. Returns the changes, if needed, and the number of steps to skip."""
         settings = self._settings
         if settings.interval == 1:
             return self._average(values, computed)

@@ -21,7 +21,7 @@ from hop_tf.tensors.fifo import Update
 from hop_tf.topology import Topology
 from hop_tf.transport.base import BULK_LANE, Message
 
-# Segments of a step: its begin; if stragglers are tolerated, the arrival of its gradient; and the renewal before a
+# Segments of a step: its start; if stragglers are tolerated, the arrival of its gradient; and the renewal before a
 # jump.
 STEP, REDUCTION, RENEWAL = 0, 1, 2
 
@@ -29,9 +29,10 @@ STEP, REDUCTION, RENEWAL = 0, 1, 2
 class HopExchange(Exchange, Joiner):
     """The communication of Figure 7 at one rank, with Recv and Reduce of Figure 8 or 9 and the jumps of section 5.
 
-    If a rank waits for all updates, the time of Recv and Reduce does not matter. They then hide behind the computation,
-    and `STEP` gives their result. If stragglers are tolerated, Recv and Reduce come after the gradient, as in the
-    figures (`REDUCTION`). By then more updates have come, and a rank knows how far it has fallen behind.
+    If a rank waits for all updates, the time of Recv and Reduce does not matter. They then overlap with the
+    computation, and the segment `STEP` returns their result. If stragglers are tolerated, Recv and Reduce come after
+    the gradient, as in the figures (`REDUCTION`). By then more updates have come, and a rank knows how far it has
+    fallen behind.
 
     Args:
       context: Membership, packing and buffers of the group.
@@ -77,7 +78,7 @@ class HopExchange(Exchange, Joiner):
         self._known_departed: set[int] = set()
         # Neighbors that have entered this iteration together with the rank, and their incarnations.
         self._incarnations: dict[int, int] = {}
-        # The first iteration of which each in-neighbor sends an update. In a rank that joins, infinity until they meet.
+        # For each in-neighbor, the first iteration of which it sends an update. Infinity on a newcomer, until `meet`.
         self._first = dict.fromkeys(self._in_neighbors, math.inf if start else 0)
         weights = self._topology.weights(self._rank)
         del weights[self._rank]
@@ -92,7 +93,7 @@ class HopExchange(Exchange, Joiner):
         return range(number * self._settings.interval, (number + 1) * self._settings.interval)
 
     def number_of(self, step: int) -> int:
-        # An iteration is submitted in its first step. So a later one counts as a part of the next iteration.
+        # An iteration is submitted in its first step. So a later step counts as a part of the next iteration.
         return -(-step // self._settings.interval)
 
     def step(self, request: Request) -> Result | None:
@@ -121,15 +122,15 @@ class HopExchange(Exchange, Joiner):
         return Result(request.step, segment, change, self._steps_to_skip(num_skipped))
 
     def _steps_to_skip(self, num_iterations: int) -> int:
-        """The steps to skip from the first step of an iteration, if `num_iterations` further iterations are skipped."""
+        """The steps to skip after the first step of an iteration, if `num_iterations` more iterations are skipped."""
         return (num_iterations + 1) * self._settings.interval - 1 if num_iterations else 0
 
     def _follow(self, x: Sequence[np.ndarray], k: int) -> tuple[tuple[np.ndarray, ...], int]:
         """Continues at the iteration of the out-neighbors, because they have continued without this rank.
 
         Returns:
-          The change towards the newest parameters of in-neighbors, and the number of skipped iterations. That number is
-          0 without `skip`, because they are part of `step_offset` then.
+          The change towards the newest parameters of in-neighbors, and the number of skipped iterations. Without `skip`
+          the number is 0, because these iterations are then part of `step_offset`.
         """
         num_iterations = self._pacing.advance(k, was_passed_by=True)
         self._target = k + num_iterations
@@ -229,20 +230,20 @@ class HopExchange(Exchange, Joiner):
         departed = {j for j in self._membership.departed() if not self._membership.delivers(j, self._group, k)}
         if departed != self._known_departed:
             self._known_departed = departed
-            # Not for a rank that has missed steps: in a custom loop, it makes these steps alone after the others.
+            # No check on a rank that has missed steps: in a custom loop, it makes them alone after the others.
             if not self._offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
                     "the others is no longer connected. Use a topology with more edges, or stop all ranks together."
                 )
 
-    # Ranks that join late. Ranks tell the last step of their iteration, so that newcomers begin with the next one.
+    # Ranks that join late. Ranks report the last step of their iteration, so that newcomers begin with the next one.
 
     def begin_at(self, step: int) -> None:
         self.reset(self._queue.session, self.number_of(step))
 
     def meet(self, rank: int, step: int) -> None:
-        k = step // self._settings.interval  # It is in the last step of this iteration.
+        k = step // self._settings.interval  # `step` is the last step of this iteration.
         if rank in self._out_neighbors:
             self._pacing.meet(rank, k)
         if rank in self._in_neighbors:
@@ -251,7 +252,7 @@ class HopExchange(Exchange, Joiner):
 
     def admit(self, rank: int, step: int) -> int:
         own_step = self.steps_of(self.iteration)[-1]
-        # A rank that is joining itself has no iteration yet, and `begin_at` resets its state. A rank that has ended may
+        # A rank that is itself joining has no iteration yet, and `begin_at` resets its state. A rank that has ended may
         # be further from the newcomer than ranks that train ever are.
         if self._membership.joining or self._membership.has_left:
             return own_step
@@ -271,7 +272,7 @@ class HopExchange(Exchange, Joiner):
 
     @property
     def most_updates_in_memory(self) -> int:
-        """The most updates so far that were received and not yet used. At most (1 + max_ig) * |N_in|."""
+        """The most updates so far that were received and not yet used at one time. At most (1 + max_ig) * |N_in|."""
         return self._most_updates
 
     def outcomes(self) -> Mapping[str, int]:
@@ -304,7 +305,7 @@ class HopExchange(Exchange, Joiner):
         is_lost = departure is not None and departure.lost
         if not is_lost:
             self._pacing.hear_update(message.sender, iteration)
-        # No rank waits for updates of a lost rank, nor for a newcomer's from before its first iteration.
+        # No rank waits for updates of a lost rank, nor for a newcomer's updates from before its first iteration.
         if is_lost or math.inf > self._first[message.sender] > iteration:
             self._num_late += 1
             return

@@ -58,7 +58,7 @@ class Pacing(abc.ABC):
         """Prepares for iteration `start`."""
 
     def behind(self) -> list[int]:
-        """The out-neighbors that joined too far behind for this rank to enter its next iteration yet."""
+        """The out-neighbors that joined so far behind that this rank may not enter its next iteration yet."""
         return []
 
     def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
@@ -100,7 +100,7 @@ class Pacing(abc.ABC):
             incarnation = incarnations.get(j)  # `admit` removes a rank that joins, maybe just now.
             if incarnation is not None:
                 # On lane 0: behind an update on a slow link, the message would delay a rank that does not need that
-                # update. It supersedes earlier messages, because it tells all that they do.
+                # update. To an absent rank, it supersedes earlier messages, because it tells all that they do.
                 self._queue.send(
                     j, ITERATION.pack(k), incarnation=incarnation, step=k, supersedes=self._absence.includes(j)
                 )
@@ -162,7 +162,7 @@ class TokenPacing(Pacing):
         self._tell_in_neighbors(k, incarnations)
 
     def advance(self, k: int, *, was_passed_by: bool = False) -> int:
-        """Line 17: takes a token of every out-neighbor, and for a jump a token for each iteration."""
+        """Line 17: takes one token from every out-neighbor; for a jump, one for each of its iterations."""
 
         def missing() -> list[int]:
             return [j for j in self._bound_by() if self._tokens[j].size <= 0]
@@ -185,8 +185,8 @@ class TokenPacing(Pacing):
             return max(1, min(tokens.size for tokens in queues) - self._max_ig)
         if self._skip is None or not queues:
             return 1
-        # A jump needs updates of in-neighbors, which wait for this rank's tokens max_ig iterations ahead of it. In
-        # directed graphs out-neighbors may be further ahead than that.
+        # A jump needs updates of in-neighbors. These wait for this rank's tokens when they are max_ig iterations ahead.
+        # In directed graphs out-neighbors may be further ahead than that.
         num_behind = min(tokens.size for tokens in queues) - self._max_ig
         return min(self._skip.jump(num_behind), self._max_ig + 1)
 
@@ -216,7 +216,7 @@ class TokenPacing(Pacing):
 
 
 class NotifyAckPacing(Pacing):
-    """NOTIFY-ACK (section 3.3): a rank sends an update when the receiver has used the previous one."""
+    """NOTIFY-ACK (section 3.3): a rank sends an update only after the receiver has used the previous one."""
 
     def _begin(self, start: int) -> None:
         del start

@@ -18,7 +18,7 @@ class Reception(abc.ABC):
     """The updates that were received and not yet used.
 
     Attributes:
-      num_late: The number of updates that were dropped unused, because the rank was further when they came.
+      num_late: The number of updates that were dropped unused, because the rank was further ahead when they came.
     """
 
     num_late = 0
@@ -41,13 +41,13 @@ class Reception(abc.ABC):
     def take(self, k: int) -> tuple[list[Update], list[float]]:
         """Takes the updates that iteration k uses, in the order of their senders, and their weights.
 
-        The weight of the rank's own parameters is 1 minus the sum of these. Updates of iterations up to k that come
-        later count as late.
+        The weight of the rank's own parameters is 1 minus the sum of these weights. Updates of iterations up to k that
+        come later count as late.
         """
 
     @abc.abstractmethod
     def take_newest(self, k: int, own_counts: bool) -> tuple[list[Update], list[float]]:
-        """Takes the updates as `take(k - 1)`, and those of in-neighbors that are further ahead than the bound.
+        """Takes the updates as `take(k - 1)` does, and those of in-neighbors that are further ahead than the bound.
 
         Args:
           k: The next iteration. Its updates stay here.
@@ -70,13 +70,13 @@ class Reception(abc.ABC):
 class TaggedReception(Reception):
     """Uses updates of iteration k itself, from all in-neighbors except up to `num_backup_workers`.
 
-    If this rank has no backup workers, each update has its weight of the mixing matrix. The weight of a neighbor that
+    If this rank has no backup workers, each update has its weight from the mixing matrix. The weight of a neighbor that
     has ended goes to the rank itself. With backup workers, all received updates and the own parameters have equal
     weights (Figure 8).
 
     Args:
       settings: The settings of Hop.
-      weights: The mixing matrix's column, by sender, without the rank itself.
+      weights: This rank's column of the mixing matrix, by sender, without the rank itself.
       context: Packing and queues of the group.
     """
 
@@ -138,7 +138,7 @@ class TaggedReception(Reception):
         self._bring_near()
 
     def _bring_near(self) -> None:
-        """Puts the updates that were too far ahead again: they may be of one of the next iterations by now."""
+        """Calls `put` again with the updates that were too far ahead: by now they may be near enough."""
         if self._far:
             far, self._far = self._far, {}
             for update in far.values():
@@ -157,7 +157,7 @@ class NewestReception(Reception):
     """Uses the newest update of each in-neighbor, if it came since the last Reduce and is at most `max_staleness` old.
 
     Waits while more than `num_backup_workers` neighbors have sent no update that is new enough. Weights are those of
-    Equation 2: iteration - (k - max_staleness) + 1 over their sum. The rank's own parameters are of iteration k.
+    Equation 2: iteration - (k - max_staleness) + 1, divided by their sum. The rank's own parameters are of iteration k.
 
     Figure 9, line 6, would wait for a new update of every neighbor in every iteration, because max(size, 1) is never 0.
     Section 4.4 asks for an update within the bound, "either received in the current iteration or in previous ones".
@@ -209,7 +209,7 @@ def _equal_weights(num_updates: int, own_counts: bool) -> list[float]:
 
 
 def make_reception(settings: HopSettings, weights: Mapping[int, float], context: ExchangeContext) -> Reception:
-    """Returns the reception that the settings ask for. `weights` is the mixing matrix's column without the rank."""
+    """Returns the reception that the settings ask for. `weights` are as for `TaggedReception`."""
     if settings.max_staleness:
         return NewestReception(settings, list(weights), context)
     return TaggedReception(settings, weights, context)

@@ -29,14 +29,15 @@ class SkipIterations:
     At the end of an iteration rank i knows from its token queues how far each out-neighbor j is ahead:
     TokenQ(j -> i).size() - max_ig = Iter(j) - Iter(i). If the smallest of these numbers is at least `trigger`, the rank
     jumps by that many iterations, at most `max_jump`, including the ordinary advance by one. Before a jump it averages
-    its parameters with its in-neighbors', of the iteration before the jump's target. It never gets ahead of an
-    out-neighbor. In directed graphs, its in-neighbors wait at some iteration, and it gets at most one ahead of that.
+    its parameters with those that its in-neighbors have in the iteration before the jump's target. It never gets ahead
+    of an out-neighbor. In directed graphs, in-neighbors may wait for it at an earlier iteration. It gets at most one
+    iteration ahead of that.
 
     Attributes:
       max_jump: Most iterations in one jump, at least 2. Default 10.
-      trigger: The number of iterations behind every out-neighbor at which a rank jumps, at least 2. At most
-        max_iteration_gap, and without backup workers max_staleness + 1, because no rank falls further behind. Default
-        2.
+      trigger: A rank jumps if it is at least this number of iterations behind every out-neighbor. At least 2. At most
+        max_iteration_gap, and without backup workers at most max_staleness + 1, because no rank falls further behind.
+        Default 2.
 
     Raises:
       ValueError: If a value is out of range.

@@ -16,8 +16,8 @@ Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 20
 In the serial order (Figure 2, a) Compute and Apply come first, and Send, Recv and Reduce work on their result.
 
 Lines 12 and 15 run in the training graph, with any optimizer of the user. The other lines run in `HopExchange`, on the
-communication thread, while line 12 computes. If stragglers are tolerated, line 13 and the following wait for line 12.
-TokenQ(j -> i) is kept at i and filled by messages from j, so that no remote dequeue is needed. Recv and Reduce have
+communication thread, while line 12 computes. If stragglers are tolerated, line 13 and the following lines wait for line
+12. TokenQ(j -> i) is kept at i and filled by messages from j, so that no remote dequeue is needed. Recv and Reduce have
 variants for backup workers (Figure 8) and staleness (Figure 9): see `reception`. Line 17 takes more tokens when a
 straggler jumps (section 5): see `pacing`, also for NOTIFY-ACK.
 """
@@ -43,8 +43,9 @@ from hop_tf.topology import Topology, resolve
 class HopStrategy(ExchangeStrategy):
     """Decentralized training: each rank averages its parameters with its neighbors' in every step, or every p steps.
 
-    At the same learning rate and momentum, accuracy is less than a point below synchronous training. If each rank has
-    data of other classes, it is some 2 points below with three ranks, and with `skewed_shards=True` less than a point.
+    At the same learning rate and momentum, accuracy is less than a point below synchronous training. If the ranks' data
+    have different classes, accuracy is about 2 points below with three ranks, and less than a point with
+    `skewed_shards=True`.
 
     In step k, rank i sends its parameters x_k,i to its out-neighbors, and computes the gradient at x_k,i meanwhile.
     Then it applies the gradient to the weighted mean of its own and its in-neighbors' x_k:
@@ -52,18 +53,20 @@ class HopStrategy(ExchangeStrategy):
         x_k+1,i = sum over j of W[j, i] x_k,j  +  the optimizer's step for the gradient at x_k,i
 
     A rank waits only for its neighbors. Token queues keep a rank at most `max_iteration_gap` steps ahead of its
-    out-neighbors. Of any two ranks, i is at most min(length(Path j->i), max_iteration_gap * length(Path i->j)) steps
-    ahead of j (Theorem 2). Replicas differ slightly during training. `synchronize(model)` averages them at the end.
+    out-neighbors. For any two ranks i and j, i is at most min(length(Path j->i), max_iteration_gap * length(Path i->j))
+    steps ahead of j (Theorem 2). Replicas differ slightly during training. `synchronize(model)` averages them at the
+    end.
 
     Settings for slow ranks:
 
-    - Ranks that are slow now and then: `num_backup_workers` or `max_staleness`, or both. A rank then is up to
-      max_iteration_gap * length(Path i->j) ahead of another, with staleness alone also at most
-      (max_staleness + 1) * length(Path j->i) (Table 1).
-    - A rank that is slow all the time: these and `skip`. It leaves out iterations, so that the others need not wait.
+    - Ranks that are slow now and then: `num_backup_workers` or `max_staleness`, or both. Rank i is then at most
+      max_iteration_gap * length(Path i->j) ahead of rank j. With staleness alone, it is also at most
+      (max_staleness + 1) * length(Path j->i) ahead (Table 1).
+    - A rank that is slow all the time: these and `skip`. The rank then leaves out iterations, so that the others need
+      not wait.
     - A silent rank: with backup workers or staleness, no rank waits for it, and these bounds do not hold for it. When
-      it is back, it goes on where its out-neighbors are, with the mean of its in-neighbors' newest parameters. `fit`
-      skips the batches of the steps that it has missed. A custom loop makes these steps at the end.
+      it is back, it goes on at the iteration of its out-neighbors, with the mean of its in-neighbors' newest
+      parameters. `fit` skips the batches of the steps that it has missed. A custom loop makes these steps at the end.
 
     Non-trainable floating-point variables that are assigned in the training step before its update (moving statistics)
     are averaged, too. Optimizer slots stay local.
@@ -71,8 +74,8 @@ class HopStrategy(ExchangeStrategy):
     `report()` has these counts in addition to those of all strategies:
 
     - `late_updates`: updates that came too late or were superseded unused.
-    - `withheld_updates`: updates that were not sent. They would have come too late, or, with backup workers or
-      staleness, a newer one was there before the link was free.
+    - `withheld_updates`: updates that were not sent. They would have come too late. Or, with backup workers or
+      staleness, newer ones replaced them before the link was free.
     - `jumps`, and the `skipped_iterations` in them.
     - `silences`: the number of times that a neighbor was found to be silent.
     - `missed_iterations`: iterations that the others made while this rank was silent.
@@ -80,48 +83,48 @@ class HopStrategy(ExchangeStrategy):
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
         "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a
-        world of one it does not matter. Its weights are used only without backup workers and staleness. With them the
-        updates of an iteration count alike, so that ranks with more neighbors contribute more to the consensus: on an
-        undirected graph, in proportion to the number of neighbors plus one.
+        world of one it does not matter. Its weights are used only without backup workers and staleness. With these, all
+        updates of an iteration count equally, so that ranks with more neighbors contribute more to the consensus. On an
+        undirected graph, they do so in proportion to the number of neighbors plus one.
       max_iteration_gap: Most iterations a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
         rank keeps up to `(1 + max_iteration_gap) * |N_in|` updates in memory. NOTIFY-ACK does not use it. Default 8.
-      num_backup_workers: The number of in-neighbors whose updates a rank does not wait for. It averages the updates
-        that it has with equal weights (Figure 8). One number for all ranks, or a list with one for each (the paper's
+      num_backup_workers: The number of in-neighbors whose updates a rank does not wait for. It gives equal weights to
+        the updates that it has (Figure 8). One number for all ranks, or a list with one for each (the paper's
         N_buw(i)): a rank of a fast machine with slow neighbors may have more. Less than a rank's number of in-neighbors
         plus one. Default 0: a rank waits for all, and weights are those of the topology.
       max_staleness: The number of iterations by which an update may be older than the rank's own (Figure 9). A rank
-        waits only for neighbors of which it has no update that is new enough. It averages the newest updates that came
-        since its last average, weighted by iteration (Equation 2). With backup workers it does not wait for up to
+        waits only for neighbors whose newest update here is too old. It averages the newest updates that came since its
+        last average, weighted by iteration (Equation 2). With backup workers it does not wait for up to
         `num_backup_workers` of these neighbors. Should be less than `max_iteration_gap`. Default 0: updates are those
         of the rank's own iteration.
       skip: `SkipIterations`: lets stragglers jump over iterations. Needs backup workers or staleness, `fit`, and one
         optimizer. The batches of skipped iterations are consumed and not trained on. Default None.
       interval: The number of steps of an iteration, p. With more than one, a rank averages with its neighbors in the
         first step of an iteration only, and trains on its own in the others (local SGD over a graph). It sends p times
-        less, and waits p times less often. The arguments above count iterations, and so do the counts of `report()` but
-        for `steps`, and messages of errors. A jump leaves out the rest of the iteration that it begins in, too. Takes
+        less, and waits p times less often. The arguments above, error messages, and the counts of `report()` except
+        `steps` count iterations. A jump also leaves out the rest of the iteration that it begins in. Needs
         update_order="parallel". In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12 cost 0.7.
         Default 1.
       update_order: "parallel": a step sends the parameters that it begins with, and computes meanwhile. "serial": a
         step sends the result of its own update, and averages that (Figure 2, a). Communication is then not hidden
         behind the computation, but a step's gradient travels one step earlier. Default "parallel".
       synchronization: "queues", or "notify_ack", the earlier protocol that the paper compares with: a rank sends an
-        update when the receiver has used the previous one. Default "queues".
-      skewed_shards: True: for data of which each rank has a different kind, such as other classes. What averaging
-        changes in the parameters is added to the optimizer's velocity, times its momentum, and divided by `interval`.
-        So a rank moves on in the direction of all, and not in its own. It sends no byte more. It takes
-        `keras.optimizers.SGD` with momentum, update_order="parallel", no `batch_shares`, and neither backup workers nor
+        update only after the receiver has used the previous one. Default "queues".
+      skewed_shards: True: for ranks whose data differ in kind, such as different classes. The change of the parameters
+        by averaging, times the momentum and divided by `interval`, is added to the optimizer's velocity. So a rank
+        moves on in the common direction, and not in its own. This sends no additional bytes. It needs
+        `keras.optimizers.SGD` with momentum, update_order="parallel", no `batch_shares`, no backup workers and no
         staleness. Default False.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without the rank, as without one that has ended, unless the graph falls
-        apart. They share its rows of each batch. Changes that it had not sent are lost. A second `fit`, `synchronize`
-        and `gather_reports` take all ranks, and raise. So does everything before the first step. If the same script is
-        started again as that rank, its first `fit` skips the steps that it has missed. The rank takes weights and
-        optimizer slots from the neighbor that is furthest, and goes on from there. That takes one optimizer, and no
-        `run_eagerly`. In a rank's mean, its own parameters replace those of an in-neighbor that has gone. In a directed
-        graph this changes the mean over all ranks. The number of backup workers stays as it is: if it covers all
-        remaining in-neighbors, a rank waits for no updates. Default None: "continue" with backup workers or staleness,
-        otherwise "raise".
+        the first step on, the others train on without the rank, as without a rank that has ended, unless their graph is
+        no longer connected. They share its rows of each batch. Changes that it had not sent are lost. A second `fit`,
+        `synchronize` and `gather_reports` need all ranks, and raise. So does everything before the first step. If the
+        same script is started again as that rank, its first `fit` skips the steps that it has missed. The rank takes
+        weights and optimizer slots from the neighbor that is furthest ahead, and goes on from there. That needs one
+        optimizer, and no `run_eagerly`. In a rank's mean, its own parameters replace those of an in-neighbor that has
+        gone. In a directed graph this changes the mean over all ranks. The number of backup workers stays as it is: if
+        it covers all remaining in-neighbors, a rank waits for no updates. Default None: "continue" with backup workers
+        or staleness, otherwise "raise".
       min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
         fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
         None: more than half of the ranks; 1 if there are two.
