@@ -140,7 +140,7 @@ class EndedSteps:
                     return None
 
     def _ask(self, operation: Operation, place: _Place) -> list[int]:
-        """Asks all others that take part. Returns them from the next rank on, so that ranks take different means."""
+        """Asks all others that take part. Returns them from the next rank on, which spreads requests for means."""
         rank = self._membership.rank
         with self._membership.monitor:
             others = sorted(set(operation.present()) - {rank}, key=lambda other: (other < rank, other))

@@ -69,7 +69,7 @@ class Vector:
         return self._pieces[num_ranks]
 
     def whole(self) -> list[slice]:
-        """The chunks of the whole vector. They are twice as long as those of pieces, so as many as in a half of it."""
+        """The chunks of the whole vector: twice as long as a piece's, and so as many as half the vector would have."""
         return self._chunks(0, self._size, 2 * self._chunk_values)
 
     def _chunks(self, start: int, stop: int, num_values: int) -> list[slice]:

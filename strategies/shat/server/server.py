@@ -246,8 +246,8 @@ class ParameterServer:
     def _have_all_restarted(self, session: int) -> bool:
         """True if all workers were started again, as the one that enters `session` was. The lock must be held.
 
-        They then count sessions from 1. The server may hear of the other workers later than this worker, which has met
-        them: a session number below the server's is enough.
+        Restarted workers count sessions from 1. This worker has met the others, but the server may hear of them later.
+        So a session number below the server's is enough.
         """
         return session < self._session or self._restarted.issuperset(self.present)
 
@@ -300,7 +300,7 @@ class ParameterServer:
         with self._lock:
             configured = self._groups.get(configure.group)
             if configured is None and worker in self._restarted and self._first_has_pushed:
-                raise MismatchError(_NOT_TRAINED)  # No worker would give the model.
+                raise MismatchError(_NOT_TRAINED)  # No worker would send the model.
         if configured is not None:
             return configured
         configured, state = ConfiguredGroup(configure, self._pool), None
