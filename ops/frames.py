@@ -73,8 +73,8 @@ def exchange_frames(addresses: Sequence[int], idle_milliseconds: int, total_mill
       total_milliseconds: The call returns after this time.
 
     Blocks: until all outgoing frames are complete or, without outgoing frames, all awaited ones; until a frame can no
-      longer be completed; or until the time is over. When all awaited frames are complete, the call does not wait for a
-      socket whose send buffer is full. Other Python threads run meanwhile.
+      longer be completed; or until the time is over. When all awaited frames are complete, the call waits at most 2 ms
+      for a socket whose send buffer is full. Other Python threads run meanwhile.
     """
     num_frames = len(addresses)
     frames = (ctypes.c_void_p * num_frames)(*addresses)

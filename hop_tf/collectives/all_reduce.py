@@ -70,8 +70,8 @@ class AllReduce(Mean):
 
     Attributes:
       passes_sums: True if ranks pass on sums of several ranks' values, and not only their own values and means.
-      takes_turns: True if `_reduce` may hold its messages until it next receives, and receives after its last send:
-        see `Operation.swaps`.
+      takes_turns: True if `_reduce` always receives after its last send. Its messages may then be held until its next
+        receive: see `Operation.swaps`.
 
     Args:
       membership: Waiting and transport.
@@ -82,7 +82,8 @@ class AllReduce(Mean):
       chunk_values: Values of a chunk; equal on all ranks.
       lane: Lane of messages for which no network names one. Default None: as for `Transport.send`.
       recovers: True if the others go on with equal means when a rank is lost within a step, provided that `membership`
-        goes on. A copy of the last means is kept for that. Default False: ranks that lack the lost rank's data raise.
+        goes on without lost ranks. A copy of the last means is kept for that. Default False: ranks that lack the lost
+        rank's data raise.
     """
 
     passes_sums: ClassVar[bool] = True

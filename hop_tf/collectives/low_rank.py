@@ -1,6 +1,6 @@
 """Means of large kernels as factors of low rank: Case 1 of Canary's gradient sketch (section 4.3.1).
 
-The mean M of an m x k kernel is sent as P Q^T, where P is m x r and Q is k x r: r (m + k) values instead of m k.
+The mean M of an m x k kernel is sent as P Q^T, with r (m + k) values instead of m k. P is m x r and Q is k x r.
 One step of subspace iteration finds P and Q. It begins with the result of the previous step:
 
     M_i = value of rank i + E_i

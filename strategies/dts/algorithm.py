@@ -25,7 +25,7 @@ from hop_tf.strategies.dts.windows import WARMUP, Schedule, largest
 
 
 class WindowRows:
-    """The rows that a rank has trained on in a window. A window without a step counts as the one before."""
+    """The rows that a rank has trained on in a window. A window without a step counts as many as the previous one."""
 
     def __init__(self):
         self._now, self._before = (

@@ -56,7 +56,9 @@ def checked_descent(optimizer: Any, trained: Sequence[tf.Variable]) -> Descent:
 
 
 class MomentumOuterOptimizer(OuterOptimizer):
-    """`OuterOptimizer` of weights and their velocities. Merged values coast, and so do the starts of changes.
+    """`OuterOptimizer` of weights and their velocities.
+
+    Merged values coast, and so do the values from which changes are counted.
 
     Args:
       descent: The result of `checked_descent`.

@@ -53,7 +53,7 @@ class DTSStrategy(ExchangeStrategy):
     synchronous training, the delay costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs
     0.5 to 4 points. If each rank has data of other classes, it costs 4 and 7 points, and with `skewed_shards=True` 2
     and 6. After 2,000 steps, the benchmarks' perceptron and convolutional network lose nothing. The residual network
-    and the transformer, which are still learning then, lose 1 point with D = 4, p = 4, and 3 with D = 20, p = 12.
+    and the transformer, still learning then, lose 1 point with D = 4, p = 4, and 3 with D = 20, p = 12.
 
     Without arguments, ranks choose the delay, the interval, a codec and an algorithm. First, they try each way to
     average, with windows of one step that are merged at once. (A given `interval` or `delay` is used instead.) Then

@@ -87,7 +87,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
       mixing: The weight alpha of the servers' model: "shat" or "shat_root" (see `mixing_weight` in this module), "asp"
         (1), "ensemble" (0), or a number from 0 to 1. Default "shat".
       pushes: "steps": the steps of the worker's optimizer; "gradients": see above. Default None: "gradients" with
-        `consistency="bsp"`, which is then exact, and with an optimizer that has `use_ema`; otherwise "steps".
+        `consistency="bsp"`, which is then exactly synchronous training, and with an optimizer that has `use_ema`;
+        otherwise "steps".
       sharding: "memory": each server keeps equally many values, and large layers are divided; "layer": equally many
         layers; "none": the first server keeps everything. Default "memory".
       consistency: "async": no worker waits. "ssp": a worker waits if it is more than `max_staleness` pushes ahead of

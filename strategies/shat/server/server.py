@@ -45,9 +45,9 @@ class ParameterServer:
     handlers wait.
 
     Memory, in vectors as long as the server's part of the model, with W workers and an optimizer that has s slots (SGD
-    0, Adam 2): (1 + s) + max(W + 1, s + 2). The first term is the state. W + 1 is a push or an answer of each worker,
-    and both of the worker whose push is applied. s + 2 is, at first, rank 0's state in a message, and the answer to it,
-    which all workers share. In addition:
+    0, Adam 2): (1 + s) + max(W + 1, s + 2). The first term is the state. W + 1 stands for a push or an answer of each
+    worker, and for both of the worker whose push is applied. s + 2 stands for rank 0's state in its message, at first,
+    and for the answer to it, which all workers share. In addition:
 
     - temporary memory of an update: a few times 4 MiB, or the largest variable if the optimizer looks at whole tensors;
       glibc may keep this memory, up to 64 MiB in a thread (MALLOC_ARENA_MAX);
