@@ -1,7 +1,7 @@
-"""The functions of `hop_tf.ops` on NumPy arrays, for code outside of graphs. They release the interpreter's lock.
+"""The functions of `hop_tf.ops` on NumPy arrays, for code outside of graphs. They release the GIL.
 
-`hop_tf.ops` describes the functions and their arguments. More are for arrays only: they have no TensorFlow operation
-and no CUDA kernel. These are `quantile_sketch_accumulate`, `truncate16_accumulate`, and those of `few_bits`.
+`hop_tf.ops` describes the functions and their arguments. Further functions are for arrays only, without a TensorFlow
+operation or a CUDA kernel: `quantile_sketch_accumulate`, `truncate16_accumulate`, and those of `few_bits`.
 
 Here values are arrays of any shape and layout (bfloat16 is `tf.bfloat16.as_numpy_dtype`), and results are arrays. `out`
 takes arrays for the results, so that memory can be reused. They must be C-contiguous, of the right size and type, and
@@ -51,7 +51,7 @@ def quantile_sketch_encode(
       values: As in `hop_tf.ops.quantile_sketch_encode`.
       spacing: As in `hop_tf.ops.quantile_sketch_encode`.
       out: (codes, bucket_values).
-      num_threads: The most threads to use. 0: as many as the process has cores.
+      num_threads: The largest number of threads to use. 0: as many as the process has cores.
 
     Returns:
       (codes, bucket_values).
@@ -350,7 +350,7 @@ def few_bits_accumulate(
     *,
     num_threads: int = _ALL_CORES,
 ) -> None:
-    """Adds what `few_bits_decode` returns to `accumulator`, in place. For arrays only.
+    """Adds the result of `few_bits_decode` to `accumulator`, in place. For arrays only.
 
     Args:
       scales: As of `few_bits_encode`.
@@ -386,7 +386,7 @@ def few_bits_reduce(
     out: Sequence[np.ndarray] | None = None,
     num_threads: int = _ALL_CORES,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Encodes the sum, in float32, of `values` and what `few_bits_decode` returns. For arrays only.
+    """Encodes the sum, in float32, of `values` and the result of `few_bits_decode`. For arrays only.
 
     Args:
       scales: As of `few_bits_encode`.

@@ -21,14 +21,14 @@ def quantile_sketch_encode(values, spacing: float = 0.5) -> tuple[tf.Tensor, tf.
     """Sorts values into 256 buckets and keeps, for each bucket, the mean of its members.
 
     Buckets have equal weights, count^spacing * width^(1 - spacing), with the width of the bucket's range. With
-    `spacing` 1 all buckets hold equally many values (quantiles). Towards 0 they get equally wide. 1/3 gives the
-    smallest mean squared error.
+    `spacing` 1 all buckets hold equally many values (quantiles). As `spacing` approaches 0, buckets become equally
+    wide. 1/3 gives the smallest mean squared error.
 
     Values are distinguished by the upper 16 bits of float32 (one part in 128 to 256). If more than 1/500 of all values
-    share these, up to 16 more bits distinguish them. Values that are not distinguished share a bucket. So buckets of
-    continuous data begin within 1/1000 of all values of their exact places. A value that would fill more than four
-    buckets gets a bucket of its own and stays exact. An example is zero in a sparse gradient. Every value is exact if
-    at most 256 values are distinguished. Values with a magnitude below 2^-126 count as zero.
+    have the same upper bits, up to 16 more bits distinguish them. Values that are not distinguished share a bucket. So
+    buckets of continuous data begin within 1/1000 of all values of their exact places. A value that would fill more
+    than four buckets gets a bucket of its own and stays exact. An example is zero in a sparse gradient. Every value is
+    exact if at most 256 values are distinguished. Values with a magnitude below 2^-126 count as zero.
 
     Args:
       values: Tensor of any shape of float32, bfloat16 or float16; at most 2^31 - 1 values. If a value is not finite,
@@ -37,7 +37,7 @@ def quantile_sketch_encode(values, spacing: float = 0.5) -> tuple[tf.Tensor, tf.
 
     Returns:
       codes: uint8 bucket numbers, in the shape of `values`. A larger value never has a smaller number.
-      bucket_values: float32[256], ascending. Behind the last bucket in use its value is repeated.
+      bucket_values: float32[256], ascending. The value of the last bucket in use is repeated up to the end.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -177,8 +177,8 @@ def int8_accumulate(codes, scales, accumulator, block_size: int | None = DEFAULT
 def int8_reduce(codes, scales, values, block_size: int | None = DEFAULT_BLOCK_SIZE) -> tuple[tf.Tensor, tf.Tensor]:
     """Encodes values + codes * scales anew: one hop of a ring all-reduce.
 
-    The sum is computed in float32. Codes themselves are never added. Memory is read once if blocks have up to 1024
-    values, and otherwise twice.
+    The sum is computed in float32. Codes themselves are never added. Values are read from memory once if blocks have up
+    to 1024 values, and otherwise twice.
 
     Args:
       codes: int8 tensor of any shape.

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hop_tf.ops.arguments import NUM_CODES
 
-# kernels/constants.h describes these. Sizes are numbers of patterns.
+# kernels/constants.h describes these constants. Sizes are numbers of patterns.
 _BIN_SIZE = 1 << 16
 _NUM_BINS = (1 << 32) // _BIN_SIZE
 _REFINE_FRACTION = 500
@@ -135,7 +135,7 @@ def _sums(patterns: tf.Tensor, members: tf.Tensor, low_bits: tf.Tensor) -> tf.Te
 
 
 def _bucket_values(sums, members, codes) -> tf.Tensor:
-    """The mean of each bucket's members. Codes behind the last bucket have the last bucket's value."""
+    """The mean of each bucket's members. Codes after the last bucket have the last bucket's value."""
     means = tf.math.unsorted_segment_sum(sums, codes, NUM_CODES) / tf.maximum(
         tf.math.unsorted_segment_sum(members, codes, NUM_CODES), 1.0
     )

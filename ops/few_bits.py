@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# kernels/constants.h has the same. The levels are in 1/64 of the scale.
+# kernels/constants.h has the same constants. The levels are in 1/64 of the scale.
 LEVELS = (-55, -42, -31, -22, -15, -8, -3, 0, 3, 8, 13, 20, 29, 38, 51, 64)
 LEVELS_PER_SCALE = 64
 MAGNITUDE_UNITS = 32768
@@ -43,7 +43,7 @@ def decode(scales: np.ndarray, codes: np.ndarray, block_size: int, bits: int, va
 
 
 def _encode4(blocks: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    del counts  # Zeros behind the last value change no scale.
+    del counts  # Zeros after the last value change no scale.
     patterns = blocks.view(np.uint32)
     largest = (patterns & _MAGNITUDE_MASK).max(axis=1)
     is_coded = (largest >= _SMALLEST_MAGNITUDE) & (largest < _INFINITY)

@@ -52,7 +52,7 @@ class Frame(ctypes.Structure):
 
 
 def exchanges_frames() -> bool:
-    """True if the native library is there."""
+    """True if the native library is available."""
     return native.kernels() is not None
 
 
@@ -63,7 +63,7 @@ def pieces_of(arrays: Sequence[np.ndarray]) -> ctypes.Array[Piece]:
 
 
 def exchange_frames(addresses: Sequence[int], idle_milliseconds: int, total_milliseconds: int) -> None:
-    """Sends frames, and receives others meanwhile, each on a socket of its own.
+    """Sends frames, and receives other frames meanwhile, each on a socket of its own.
 
     Awaited frames that are not complete may be passed again to another call.
 
@@ -73,8 +73,8 @@ def exchange_frames(addresses: Sequence[int], idle_milliseconds: int, total_mill
       total_milliseconds: The call returns after this time.
 
     Blocks: until all outgoing frames are complete or, without outgoing frames, all awaited ones; until a frame can no
-      longer be completed; or until the time is over. When all awaited frames are there, the call does not wait for a
-      socket that takes no more. Other Python threads run meanwhile.
+      longer be completed; or until the time is over. When all awaited frames are complete, the call waits at most 2 ms
+      for a socket whose send buffer is full. Other Python threads run meanwhile.
     """
     num_frames = len(addresses)
     frames = (ctypes.c_void_p * num_frames)(*addresses)

@@ -20,7 +20,7 @@ _MOST_VALUES = 1 << 48
 
 
 def bits_per_index(ratio: float) -> float:
-    """The expected bits for an index, if each value has one with probability `ratio`, above 0 and at most 1."""
+    """The expected bits per index, if each value has an index with probability `ratio`, above 0 and at most 1."""
     shift = _shift(1, ratio)
     if ratio == 1:
         return 1.0
@@ -64,7 +64,7 @@ def encode(indices: np.ndarray, num_values: int, out: np.ndarray) -> int:
 
 
 def decode(data: np.ndarray, count: int, num_values: int) -> np.ndarray:
-    """Decodes what `encode` has written.
+    """Decodes the result of `encode`.
 
     Args:
       data: 1-D uint8 array, C-contiguous.
@@ -98,7 +98,7 @@ def decode(data: np.ndarray, count: int, num_values: int) -> np.ndarray:
 def _shift(num_values: float, count: float) -> int:
     """The bits of a remainder: the integer part of log2(0.96 num_values / count), and 0 at least.
 
-    One bit more is shorter from 0.962 on: 2 ln((1 + sqrt(5)) / 2), if gaps are geometrically distributed and long.
+    From 0.962 on, one bit more makes codes shorter: 2 ln((1 + sqrt(5)) / 2), for long, geometrically distributed gaps.
     """
     return max(0, int(24 * num_values // (25 * count)).bit_length() - 1) if count else 0
 

@@ -17,7 +17,7 @@ class BlockHash:
     """64-bit digests of blocks of 4096 bytes. `HopTfBlockHash` describes the computation and the guarantees.
 
     Digests are the same with and without the native library. The library takes only 20 microseconds for a MB, so it
-    keeps the interpreter's lock: releasing and taking the lock would take longer. One thread may use a hash at a time.
+    keeps the GIL: releasing and taking the GIL would take longer. One thread may use a hash at a time.
 
     Args:
       key: 4096 random bytes.

@@ -1,7 +1,7 @@
 """Products of a matrix with a few vectors, for factors of low rank.
 
 The kernels compute in an order that is the same on all processors, so that ranks on different machines get equal bits.
-NumPy's products take threads of their own, which hold up several ranks on one machine.
+NumPy's products start threads of their own, which slow down several ranks on one machine.
 
 Matrices and vectors are C-contiguous float32: a matrix [m, k], and vectors as rows, [r, m] or [r, k].
 """
@@ -45,7 +45,7 @@ def add_product(left: np.ndarray, right: np.ndarray, matrix: np.ndarray, scale: 
 def orthonormalize(vectors: np.ndarray) -> None:
     """Makes vectors [r, m] orthogonal, and of length 1, in place.
 
-    Another vector takes the place of one in the span of those before it. If these are m vectors, it becomes 0.
+    A vector in the span of the earlier ones is replaced by another vector. After m vectors, it becomes 0 instead.
     """
     if native.kernels() is not None:
         native.call("Orthonormalize", address(vectors), *vectors.shape)

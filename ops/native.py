@@ -59,11 +59,11 @@ def native_available() -> bool:
 def build_info() -> dict[str, object]:
     """Describes the build of the native kernels, for reports of errors.
 
-    This asks the driver for the GPUs, so set `CUDA_VISIBLE_DEVICES` before.
+    This function asks the driver for the GPUs, so set `CUDA_VISIBLE_DEVICES` first.
 
     Returns:
-      `native`: see `native_available`; `compiler`: with the instruction set in use; `num_cores`: the threads that large
-      arrays take; `cuda`: True if the operations run on GPUs; `cuda_error`: the reason if they do not, or "".
+      `native`: see `native_available`; `compiler`: with the instruction set in use; `num_cores`: the number of threads
+      for large arrays; `cuda`: True if the operations run on GPUs; `cuda_error`: the reason why they do not, or "".
     """
     library, cuda_error = kernels(), _cuda_error()
     return {
@@ -83,7 +83,7 @@ def kernels() -> ctypes.CDLL | None:
 
 @functools.cache
 def quick_kernels() -> ctypes.PyDLL | None:
-    """The library of kernels for short calls, which keep the interpreter's lock. None if there is none."""
+    """The library of kernels for short calls, which keep the GIL. None if there is none."""
     return _load(ctypes.PyDLL)
 
 
@@ -111,7 +111,7 @@ def operations():
 
 
 def _cuda_error() -> str:
-    """Loads the kernels for GPUs. Returns the reason that the operations do not run on GPUs, or "" if they do."""
+    """Loads the kernels for GPUs. Returns the reason why the operations do not run on GPUs, or "" if they do."""
     if kernels() is None:
         return "there are no native kernels at all"
     path = _FOLDER / _CUDA
@@ -132,7 +132,7 @@ def address(array: np.ndarray) -> int:
 
 
 def call(name: str, *arguments) -> None:
-    """Calls the kernel `HopTf<name>`, without the interpreter's lock.
+    """Calls the kernel `HopTf<name>`, without the GIL.
 
     Raises:
       ValueError: If an argument is out of range.

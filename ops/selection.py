@@ -6,12 +6,12 @@ import numpy as np
 
 from hop_tf.ops import native
 
-# Values whose magnitudes are compared at a time, so that they stay in a core's cache.
+# The number of values that are compared at a time, so that they stay in a core's cache.
 _SCAN_VALUES = 1 << 17
 
 
 def magnitudes(values: np.ndarray) -> np.ndarray:
-    """Integers in the order of the magnitudes: floating-point numbers without their signs. 0 is 0, NaN the largest."""
+    """Integers in the order of magnitudes: the bits of the numbers without their signs. 0 gives 0, NaN the largest."""
     integers = np.dtype(f"i{values.itemsize}")
     return values.view(integers) & integers.type(np.iinfo(integers).max)
 

@@ -10,22 +10,22 @@ message.
     ring   Each piece goes around the ring, and every rank adds its own part. Then the mean goes around once more:
            2 (n - 1) messages follow each other, and a rank communicates with its two neighbors only.
 
-In both, a rank sends 2 (n - 1) / n vectors, and encodes every piece once. In a mesh a value is rounded twice on its
-way, between two ranks once, in a ring n times. All ranks decode the same encodings, so that their results are equal to
-the bit.
+In both, a rank sends 2 (n - 1) / n vectors, and encodes every piece once. On its way, a value is rounded twice in a
+mesh, once between two ranks, and n times in a ring. All ranks decode the same encodings, so that their results are
+equal to the bit.
 
 A sparse codec selects different values on each rank, and their mean is less sparse. So every rank sends its whole
-selection to all others, in one message. Each rank adds all selections, in the order of ranks. If the selections are
-longer than whole vectors in pieces (see `vectors.goes_sparse`), ranks average whole vectors as above instead. Their
-codec is the sparse codec's codec for values. The same happens in a step in which a rank's selection is longer than the
-codec's bound: an empty message tells the others.
+selection to all others, in one message. Each rank adds all selections, in the order of ranks. If that takes more bytes
+than whole vectors in pieces (see `vectors.goes_sparse`), ranks average whole vectors as above instead. They encode
+these with the sparse codec's codec for values. The same happens in a step in which a rank's selection is longer than
+the codec's bound: an empty message tells the others.
 
-The caller says, by `delivers`, equally on all ranks, from which step on a restarted rank takes part.
+The caller's `delivers` says from which step on a restarted rank takes part. It must be the same on all ranks.
 
 When a rank leaves, the others agree on the first step without it (`Membership.delivers`). If they have begun this step
 already, they begin it again without the rank. A rank that has sent a mean, or a sparse vector, ends the step before it
 leaves, because others may have all they need. Before the rank sends such data, no rank can have a mean. A lost rank may
-not have ended the step. Then the others find out if any of them has ended the step with the lost rank: see
+not have ended the step. Then the others find out if one of them has ended the step with the lost rank: see
 `hop_tf.collectives.ended_steps`. In a mesh of two, a rank may leave although it has sent its vector: there is no third
 rank that could have another mean. So a user who ends a program does not wait for the other rank.
 
@@ -53,14 +53,14 @@ from hop_tf.errors import ProtocolError
 from hop_tf.membership.session import Membership
 from hop_tf.tensors.buffers import BufferPool
 
-# Values of a chunk. Large enough that Python costs little, and small enough that a piece has several chunks.
+# Values of a chunk. A chunk is large enough that Python costs little, and small enough that a piece has several chunks.
 CHUNK_VALUES = 1 << 19
 
 # Between two ranks, one is at most this many chunks ahead of what it has received: 48 MiB, which fill a long link, but
 # neither the memory that two processes of one machine share nor the mailbox.
 _MAX_CHUNKS_AHEAD = 12
 
-# The turn of whole vectors, and the data that a rank sends instead of a vector that is too long to go whole.
+# The turn of whole vectors, and the data that a rank sends if its vector is too long to go whole.
 _WHOLE = (1 << 32) - 1
 _TOO_LONG = np.empty(0, np.uint8)
 
@@ -70,8 +70,8 @@ class AllReduce(Mean):
 
     Attributes:
       passes_sums: True if ranks pass on sums of several ranks' values, and not only their own values and means.
-      takes_turns: True if `_reduce` may hold its messages until it next receives, and receives after its last send:
-        see `Operation.swaps`.
+      takes_turns: True if `_reduce` always receives after its last send. Its messages may then be held until its next
+        receive: see `Operation.swaps`.
 
     Args:
       membership: Waiting and transport.
@@ -82,7 +82,8 @@ class AllReduce(Mean):
       chunk_values: Values of a chunk; equal on all ranks.
       lane: Lane of messages for which no network names one. Default None: as for `Transport.send`.
       recovers: True if the others go on with equal means when a rank is lost within a step, provided that `membership`
-        goes on. A copy of the last means is kept for that. Default False: ranks that lack the lost rank's data raise.
+        goes on without lost ranks. A copy of the last means is kept for that. Default False: ranks that lack the lost
+        rank's data raise.
     """
 
     passes_sums: ClassVar[bool] = True

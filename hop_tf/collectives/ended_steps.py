@@ -1,21 +1,21 @@
 """`EndedSteps`: lets ranks go on together when one is lost in the middle of an all-reduce.
 
 When a rank is lost, some ranks may have all data to end a step with it, and others may not. If a remaining rank has
-ended the step, that counts: the others take its means. If no remaining rank has, all begin the step again without the
-lost rank. Each rank whose attempt at a step is broken by a loss finds out which case it is:
+ended the step, the others take its means. If none has, all begin the step again without the lost rank. Each rank whose
+attempt at a step is broken by a loss finds out which case it is:
 
     The rank tells all others that take part which ranks are lost, and asks them if they have ended the step.
-    It takes the means of a rank that has. If all have not, it begins the step again.
-    If a rank that takes part leaves or is lost meanwhile, it asks all once more.
+    It takes the means of a rank that has ended it. If none has, it begins the step again.
+    If a rank that takes part leaves or is lost meanwhile, the asking rank asks all once more.
 
 The answer "not ended" is final. A rank that knows of a loss ends no further attempt with the lost rank (`end`), and
 takes no means from it (`_on_means`). From then on, a step can only end in an attempt without the lost rank. Such an
 attempt needs data from all ranks, including the rank that asks, and that rank sends none before all have answered.
 
-So all ranks that go on have the same means of a step. Each contribution is in them once. Only the contribution of a
-lost rank may be missing. The last step's means are enough to answer: no rank ends a step before all remaining ranks
-have ended the previous step. The means are kept even when the next session has begun, because a rank that has ended
-early may be asked then. And no process exits before the others have ended its last step (`settle`).
+So all ranks that go on have the same means of a step. Each rank's contribution is in these means once. Only a lost
+rank's contribution may be missing. The last step's means are enough to answer: no rank ends a step before all remaining
+ranks have ended the previous step. The means are kept even when the next session has begun, because a rank that has
+ended early may be asked then. And no process exits before the others have ended its last step (`settle`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hop_tf.membership.session import Membership
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import BULK_LANE, Message
 
-# Kind, session, step, and a number: the question's, or, with means, the digest of their ranks.
+# Kind, session, step, and a number. It is the question's number or, with means, the digest of their ranks.
 _HEADER = struct.Struct("<BqqI")
 _Place = tuple[int, int]  # Session, step.
 # Interval at which a rank that is about to exit asks if the others have ended the step.
@@ -54,7 +54,7 @@ class _Kind(enum.IntEnum):
 class _Ended:
     """A step that this rank has ended: its place, its processes, and its means, which must not be modified.
 
-    There are no means where nobody can ask for them.
+    `means` is empty if no rank can ask for them.
     """
 
     place: _Place
@@ -108,7 +108,7 @@ class EndedSteps:
         self._asked = None
 
     def find(self, operation: Operation) -> np.ndarray | None:
-        """The means of a step whose attempt a loss has broken here.
+        """The means of a step, if the loss of a rank has broken this rank's attempt at it.
 
         Args:
           operation: The attempt.
@@ -140,7 +140,7 @@ class EndedSteps:
                     return None
 
     def _ask(self, operation: Operation, place: _Place) -> list[int]:
-        """Asks all others that take part. Returns them from the next rank on, so that ranks take different means."""
+        """Asks all others that take part. Returns them from the next rank on, which spreads requests for means."""
         rank = self._membership.rank
         with self._membership.monitor:
             others = sorted(set(operation.present()) - {rank}, key=lambda other: (other < rank, other))
@@ -185,7 +185,7 @@ class EndedSteps:
         return self._membership.session, operation.step
 
     def settle(self, deadline: float) -> None:
-        """Waits until all remaining ranks have ended this rank's last step, because they may need its means for that.
+        """Waits until all remaining ranks have ended this rank's last step: until then they may need this rank's means.
 
         Args:
           deadline: The latest end of the wait, on the monitor's clock.

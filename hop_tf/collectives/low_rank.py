@@ -1,7 +1,7 @@
 """Means of large kernels as factors of low rank: Case 1 of Canary's gradient sketch (section 4.3.1).
 
-The mean M of a kernel, m x k, goes as P Q^T, with P m x r and Q k x r: r (m + k) values in place of m k.
-One step of subspace iteration finds them, and begins with the result of the previous step:
+The mean M of an m x k kernel is sent as P Q^T, with r (m + k) values instead of m k. P is m x r and Q is k x r.
+One step of subspace iteration finds P and Q. It begins with the result of the previous step:
 
     M_i = value of rank i + E_i
     P   = mean of M_i Q', with Q' of the step before; both with orthonormal columns
@@ -12,7 +12,7 @@ Both means are all-reduces of factors, which the codec shortens further. All oth
 of the codec in Q on rank i. It becomes a part of E_i, because the next step has another P. Canary's paper factorizes by
 singular values. That costs more than the step it saves, and loses the smaller values.
 
-Here a factor's columns are rows, [r, m] and [r, k].
+In this module a factor's columns are stored as rows: [r, m] and [r, k].
 
 References:
   Vogels, Karimireddy, Jaggi. PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization. NeurIPS
@@ -41,7 +41,7 @@ class LowRankMean(Mean):
 
     Args:
       packing: The buckets.
-      codec: Tells the kernels to factorize, and encodes factors and other tensors.
+      codec: Says which kernels are factorized, and encodes factors and other tensors.
       pool: Provides large arrays.
       make_all_reduce: `make_all_reduce(name, packing, codec)` makes an all-reduce.
     """
@@ -136,7 +136,7 @@ class LowRankMean(Mean):
             for number, kernel in enumerate(self._kernels):
                 low_rank.add_product(bases[number], factors[number], self._matrix(result, kernel))
             lost = self._split(self._second, q.take_residuals())
-            if are_finite and all(np.isfinite(values).all() for values in second):  # Else all ranks keep what they had.
+            if are_finite and all(np.isfinite(values).all() for values in second):  # Otherwise all keep what they had.
                 self._keep(matrices, bases, [mine - each for mine, each in zip(own, lost, strict=True)], factors)
         return result
 
@@ -184,7 +184,7 @@ class LowRankMean(Mean):
             reduction.close()
 
     def _scatter(self, values: Sequence[np.ndarray], result: Sequence[np.ndarray]) -> None:
-        """Writes the values of the tensors that do not travel as factors, which come first, to their places."""
+        """Writes the tensors that do not travel as factors to their places. They come first in `values`."""
         for index, each in zip(self._others, values, strict=False):
             bucket, where = self._packing.place(index)
             result[bucket][where] = each.ravel()

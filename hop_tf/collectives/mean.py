@@ -35,7 +35,7 @@ class Mean(abc.ABC):
           delivers: `delivers(rank, step)` is True if `rank` takes part; see `Membership.delivers`.
           before_commit: Called before this rank sends anything with which others can complete a mean of this step. May
             block, and raise `Interrupted`. Then no rank has a mean with this rank's part. In a mesh of two, it is
-            called before this rank has its mean, and the other may have had its own before.
+            called before this rank has its mean. The other rank may already have its own.
           is_committed: True if others may have data that belong together with this step's mean. Then `Interrupted` is
             not raised, and `before_commit` is not called. Default False.
           training_step: The step's number in errors. Default None: `step`.
@@ -57,8 +57,8 @@ class Mean(abc.ABC):
     def take_residuals(self) -> list[np.ndarray]:
         """Removes and returns the residuals that error feedback would add to this rank's vectors of the next step.
 
-        For schemes that keep residuals in another form. All means so far times the number of ranks, plus the residuals
-        of all ranks, are the sum of all vectors so far.
+        For schemes that keep residuals in another form. The number of ranks times all means so far, plus the residuals
+        of all ranks, is the sum of all vectors so far.
 
         Returns:
           A residual for each vector, in float32: zeros if its codec has no error feedback.
@@ -81,7 +81,7 @@ class Mean(abc.ABC):
 
     @abc.abstractmethod
     def begin_at(self, step: int) -> None:
-        """Makes this restarted process take part from `step` on. With the monitor held."""
+        """Makes this restarted process take part from `step` on. The monitor must be held."""
 
     def common_state(self) -> Sequence[np.ndarray]:
         """The state between two steps that is equal on all ranks, and that a newcomer takes over. Default: none."""

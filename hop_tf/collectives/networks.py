@@ -5,8 +5,8 @@ tree, each rank adds its own part, and the root has the sum. The sum goes down t
 neighbors in the network, and the edge between them has a *level*: its interface.
 
     mesh           n routes. The root of route q is rank q, and all others are its children: two steps.
-    bcube(a, b)    n = a^b ranks, whose digits to base a are their address: W(i, j) is rank a i + j. Ranks that differ
-                   in one digit only, the l-th from the right, are a cube of level l, on interface l. There are b
+    bcube(a, b)    n = a^b ranks. The digits of a rank to base a are its address: W(i, j) is rank a i + j. Ranks that
+                   differ in one digit only, the l-th from the right, are a cube of level l, on interface l. There are b
                    threads with n routes each. The route of thread t and root q sets the digits t, t + 1, ... (modulo b)
                    one after the other to those of q. So b threads use b interfaces in each of 2 b steps (Table 2).
     tree(a)        n routes. The root of route q is rank q. Each rank has at most a children. One interface, as in a
@@ -163,11 +163,11 @@ class BCube(Network):
         return functools.reduce(lambda number, digit: number * self.alpha + digit, address, 0)
 
     def digit(self, rank: int, level: int) -> int:
-        """The digit of a rank that is its place in its cube of a level."""
+        """A rank's digit at a level: its place in its cube of that level."""
         return rank // self.alpha**level % self.alpha
 
     def cube(self, rank: int, level: int) -> tuple[int, ...]:
-        """The ranks of the cube of a level that `rank` is in, `rank` included, in the order of their places."""
+        """The ranks of the cube of this level that contains `rank`, including `rank`, in the order of their places."""
         place = self.alpha**level
         first = rank - self.digit(rank, level) * place
         return tuple(first + digit * place for digit in range(self.alpha))
@@ -200,7 +200,7 @@ class Tree(Network):
     """Trees with few children, for ranks with a single interface, as in a FatTree.
 
     Attributes:
-      num_children: Limit on the children of a rank; at least 1.
+      num_children: The largest number of children of a rank; at least 1.
     """
 
     num_children: int = 2
@@ -223,7 +223,7 @@ class Tree(Network):
 
 
 def get_network(algorithm: str) -> Network:
-    """The network that an argument stands for.
+    """The network that `algorithm` describes.
 
     Args:
       algorithm: "mesh", "bcube:<alpha>,<beta>", "tree" (two children) or "tree:<children>".

@@ -17,9 +17,9 @@ from hop_tf.membership.waiting import Waiting
 from hop_tf.tensors import payloads
 from hop_tf.transport.base import Expected, Message, ToSend
 
-# Step, the processes that take part, vector, turn, chunk.
+# Step, digest of the processes that take part, vector, turn, chunk.
 _HEADER = struct.Struct("<qIIII")
-_Attempt = tuple[int, int]  # Step, the processes that take part.
+_Attempt = tuple[int, int]  # Step, digest of the processes that take part.
 _Key = tuple[int, int, int, int]  # Sender, vector, turn, chunk.
 Data = Sequence[np.ndarray]  # An encoded chunk: a part of each of the vectors that travel together.
 
@@ -36,7 +36,8 @@ class Participants:
       ranks: The ranks, in order.
       incarnations: The incarnation of each rank.
       version: `Membership.version`.
-      are_stable: True if all ranks take part and none has left: these stay the participants while the version stays.
+      are_stable: True if all ranks take part and none has left. The participants then stay the same while the version
+        does.
     """
 
     ranks: list[int]
@@ -142,7 +143,7 @@ class Operation:
         """The ranks that may end the step without this rank: those that have left before this attempt.
 
         If a rank was lost, and this is not the first attempt, the result is all ranks: others may have had the lost
-        rank's data for the previous attempt. The ranks count until this rank may have sent a mean (see `commit`).
+        rank's data for the previous attempt. The result applies until this rank may have sent a mean (see `commit`).
         Between two sessions the result is empty: all ranks have left the last session, and take part nevertheless.
         """
         if self._membership.has_left:
@@ -153,12 +154,13 @@ class Operation:
         return [rank for rank in self.ranks if departures[rank] is not None]
 
     def commit(self) -> None:
-        """Called before others may have a mean of this step. The step will then be ended, even if this rank leaves.
+        """Called before this rank sends anything from which another rank could get a mean of this step.
 
-        In a mesh of two, it is called before this rank has its mean: see `hop_tf.collectives.all_reduce`.
+        After that, this rank ends the step even if it leaves. In a mesh of two, this method is called before this rank
+        has its mean: see `hop_tf.collectives.all_reduce`.
 
         Raises:
-          Interrupted: If this rank leaves before.
+          Interrupted: If this rank leaves before this call.
         """
         self._ended = []
         if not self.is_committed:
@@ -185,7 +187,7 @@ class Operation:
         return {"step": self.training_step, "interruptible": not self.is_committed}
 
     def key(self, sender: int, turn: int, chunk: int) -> _Key:
-        """The key of a chunk that `receive_any` may take. `sender` is a place in `ranks`."""
+        """The key of a chunk that `receive_any` may take. `sender` is an index in `ranks`."""
         return self.ranks[sender], self.vector, turn, chunk
 
     def begin(self, vectors: Sequence[int]) -> None:
@@ -211,7 +213,7 @@ class Operation:
         return [self._data_of(payload) for payload in taken]
 
     def _swap(self, keys: Sequence[_Key]) -> list[np.ndarray] | None:
-        """Sends held chunks, and receives chunks. Returns None unless all have come here, none through the mailbox."""
+        """Sends held chunks, and receives chunks. Returns None unless this thread has itself read all of these."""
         to_send, self._to_send = self._to_send, []
         return self._mailbox.swap(self._attempt, to_send, keys, self._lane, **self._how_to_send())
 
@@ -312,7 +314,7 @@ class Mailbox:
     def swap(
         self, attempt: _Attempt, to_send: Sequence[ToSend], keys: Collection[_Key], lane: int | None, **keywords
     ) -> list[np.ndarray] | None:
-        """Makes this thread send chunks, and read missing ones, assuming their lengths from the previous step.
+        """Makes this thread send chunks, and read missing ones, which it assumes to be as long as in the previous step.
 
         Returns:
           The chunks, if this thread has read all of them. Otherwise None: chunks that have come are in the mailbox.

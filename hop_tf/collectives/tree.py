@@ -67,7 +67,7 @@ class TreeCollectives:
     def mean(self, name: str, arrays: Sequence[np.ndarray], counts: bool = True) -> list[np.ndarray]:
         """Averages arrays over all ranks that count. The result is equal on all ranks, to the bit.
 
-        A rank adds to its mean the difference to a child's mean, in proportion to the number of ranks in that. So
+        A rank moves its mean towards a child's mean, in proportion to the number of ranks in the child's mean. So
         values that are equal on all ranks stay the same, to the bit.
 
         Args:
@@ -186,7 +186,7 @@ class TreeCollectives:
                     raise kind(f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {reason}")
             return awaited
 
-        for sender in senders:  # From now on its silence counts.
+        for sender in senders:  # From now on the sender's silence counts.
             self._transport.connect(sender)
         self._transport.register(queue, on_message)
         try:

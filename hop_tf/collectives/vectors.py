@@ -35,7 +35,7 @@ class Vector:
     """One of the vectors: cuts, encodes and sums it. For the arguments, see `make_vector`.
 
     Attributes:
-      seconds: Time spent on this vector by itself. See `Vectors` for the rest.
+      seconds: Time spent on work for this vector alone. `Vectors` counts the rest.
       recorder: Records encoding, or None.
     """
 
@@ -69,7 +69,7 @@ class Vector:
         return self._pieces[num_ranks]
 
     def whole(self) -> list[slice]:
-        """The chunks of the whole vector. They are twice as long as those of pieces, so as many as in a half of it."""
+        """The chunks of the whole vector: twice as long as a piece's, and so as many as half the vector would have."""
         return self._chunks(0, self._size, 2 * self._chunk_values)
 
     def _chunks(self, start: int, stop: int, num_values: int) -> list[slice]:
@@ -203,7 +203,7 @@ class Vectors:
 
 
 def _together(chunks: Sequence[Sequence[slice]]) -> list[Where]:
-    """The common chunks of a rank's piece, from the chunks of each vector."""
+    """Joins the chunks of several vectors: those with the same number become one chunk."""
     return [
         [(i, of_vector[number]) for i, of_vector in enumerate(chunks) if number < len(of_vector)]
         for number in range(max(map(len, chunks)))

@@ -25,7 +25,7 @@ from hop_tf.strategies.dts.windows import WARMUP, Schedule, largest
 
 
 class WindowRows:
-    """The rows that a rank has trained on in a window. A window without a step counts as the one before."""
+    """The rows that a rank has trained on in a window. A window without a step counts as many as the previous one."""
 
     def __init__(self):
         self._now, self._before = (
@@ -112,7 +112,7 @@ class DTSAlgorithm(Algorithm):
 
     @property
     def exchange(self) -> DTSExchange:
-        """The other half."""
+        """The group's exchange."""
         return self.group.exchange
 
     # The step.
@@ -165,7 +165,7 @@ class DTSAlgorithm(Algorithm):
     def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
         """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.
 
-        Before another schedule begins, all windows in flight are merged. The mean of the last one has the schedule.
+        Before another schedule begins, all windows in flight are merged. The last one's mean contains the schedule.
         """
         with tf.device("/cpu:0"):
             num_newer = schedule.num_newer
@@ -174,12 +174,12 @@ class DTSAlgorithm(Algorithm):
         if not self._changes_schedule:
             return
         with tf.device("/cpu:0"):
-            changes = (width > 0) & (width != schedule.delay + 1)  # It is 0 in a step that was interrupted.
+            changes = (width > 0) & (width != schedule.delay + 1)  # The width is 0 in an interrupted step.
             num_ended, has_newer = schedule.num_ended(num_steps), num_newer > 0
 
         def merge_newer() -> tf.Tensor:
             with tf.device("/cpu:0"):
-                window = due + 1  # If ranks choose, only one has ended since.
+                window = due + 1  # If ranks choose, only one window has ended since.
             return self._merge(window, schedule)[1]
 
         def begin() -> None:
@@ -316,7 +316,7 @@ class DTSAlgorithm(Algorithm):
     # The schedule.
 
     def schedule_at(self, num_steps: tf.Tensor) -> Schedule:
-        """The schedule, of tensors, of the last of `num_steps` steps. D and p are numbers if they do not change."""
+        """The schedule in the last of `num_steps` steps, as tensors. D and p are ints if they never change."""
         delay = self._delay.value() if self._changes_schedule else self._settings.delays[0]
         first_step, first_window = self._first_step.value(), self._first_window.value()
         present = Schedule(delay, self._settings.interval_of(delay), first_step, first_window)
@@ -332,17 +332,17 @@ class DTSAlgorithm(Algorithm):
         return Schedule(*(field(each.name) for each in dataclasses.fields(Schedule)))
 
     def known_schedule(self, num_steps: int) -> Schedule:
-        """The same, of numbers; outside of the graph."""
+        """The schedule of `schedule_at`, as Python numbers. Only for use outside of the graph."""
         present = self.schedule_at(tf.constant(num_steps, tf.int64))
         return Schedule(*map(int, (present.delay, present.interval, present.first_step, present.first_window)))
 
     @property
     def _changes_schedule(self) -> bool:
-        """True if D is chosen by times."""
+        """True if ranks choose D by measured times."""
         return len(self._settings.delays) > 1
 
     def _begin_windows(self, step: tf.Tensor, window: tf.Tensor, width: tf.Tensor | None = None) -> None:
-        """Emits the operations that begin a schedule. Its width is D + 1; by default that of the least delay."""
+        """Emits the operations that begin a schedule. Its width is D + 1. Default: the width of the least delay."""
         self._first_step.assign(step)
         self._first_window.assign(window)
         if self._settings.warmup_steps:
@@ -378,8 +378,8 @@ class DTSAlgorithm(Algorithm):
             return  # The group has not trained. Others may have dropped it.
         schedule = self.known_schedule(num_steps)
         in_flight = schedule.in_flight(num_steps)
-        # There is a last window even without further steps, because callbacks, and batches without an update, change
-        # variables. It does not count then, because ranks that go on may have a whole window.
+        # Even without further steps there is a last window, because callbacks, and batches without an update, change
+        # variables. Then that window has no weight in the mean, because ranks that go on may have a whole window.
         self.exchange.end_windows()
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
         self._submit(tf.constant(in_flight.stop, tf.int64), counts=counts, everything=True)

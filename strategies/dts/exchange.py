@@ -32,8 +32,8 @@ class DTSSettings:
     """The settings of `DTSStrategy`.
 
     Attributes:
-      interval: With a `delay` and "auto": as many steps as D, at least 1.
-      warmup_steps: The steps that come before: see `WARMUP`.
+      interval: p, or "auto". With a given `delay`, "auto" becomes D, and at least 1.
+      warmup_steps: The number of synchronous steps that come first: see `WARMUP`.
     """
 
     delay: int | str
@@ -52,13 +52,13 @@ class DTSSettings:
 
     @property
     def delays(self) -> Sequence[int]:
-        """D, or those that ranks choose from: one window is in flight at most."""
+        """D, or the delays that ranks choose from. If they choose, at most one window is in flight."""
         if self.delay != AUTO:
             return (self.delay,)
         return range(_MAX_DELAY + 1) if self.interval == AUTO else (0, self.interval)
 
     def interval_of(self, delay: int) -> int:
-        """The steps of a window. With "auto", it ends when the one before is merged; tensors may be given."""
+        """The steps of a window. With "auto", it ends when the one before is merged. `delay` may be a tensor."""
         if self.interval != AUTO:
             return self.interval
         return max(1, delay) if isinstance(delay, int) else tf.maximum(delay, 1)
@@ -76,7 +76,7 @@ class DTSSettings:
     @property
     def may_lengthen(self) -> bool:
         """True if changes by adaptive optimizers are made longer; see `StepLengths`."""
-        # A mean of low rank is shorter than the mean of all changes, so their lengths tell nothing.
+        # A mean of low rank is shorter than the mean of all changes, so a ratio of lengths tells nothing.
         return self._is_gentle and self.selection is None and not isinstance(self.codec, codecs.LowRank)
 
     @property
@@ -85,18 +85,18 @@ class DTSSettings:
         return self.compensation == "gentle" and self.outer_optimizer == "None"
 
     def schedule_of(self, width: int, first_step: int = 0, first_window: int = 0) -> Schedule:
-        """The schedule of D = width - 1 that begins with a step, and a window."""
+        """The schedule with D = width - 1 that begins with this step and this window."""
         delay = width - 1
         return Schedule(delay, self.interval_of(delay), first_step, first_window)
 
     @property
     def num_slots(self) -> int:
-        """Most windows that are in flight at a time."""
+        """The largest number of windows in flight at a time."""
         return max(self.schedule_of(delay + 1).num_slots for delay in self.delays)
 
     @property
     def merges_at_ends(self) -> bool:
-        """True if windows are merged only when another one has just ended, and all of it was submitted."""
+        """True if a window is merged only when another one has just ended, with all its changes submitted."""
         schedules = [self.schedule_of(delay + 1) for delay in self.delays]
         return self.selection is None and all(each.delay % each.interval == 0 for each in schedules)
 
@@ -110,12 +110,12 @@ class DTSSettings:
         return len(self.ways(world_size)) * len(self.delays) > 1
 
     def without_times(self) -> DTSSettings:
-        """The settings that ranks take, if nothing is to be chosen by times."""
+        """The settings for ranks that do not choose by measured times."""
         way = self.ways(world_size=1)[0]
         return dataclasses.replace(self.with_schedule(), codec=way.codec, algorithm=way.algorithm)
 
     def with_schedule(self) -> DTSSettings:
-        """The same with a schedule that does not depend on times."""
+        """The settings, with a schedule that does not depend on times."""
         if self.delay != AUTO:
             return self
         return dataclasses.replace(self, delay=_FIXED, interval=_FIXED if self.interval == AUTO else self.interval)
@@ -215,7 +215,7 @@ class DTSExchange(AveragingExchange):
         window = self.number_of(step)
         self._sent_rounds = self._num_decided = window
         for slot, reduction in enumerate(self._reductions):
-            reduction.begin_at(-((slot - window) // self.num_threads))  # Its first turn that is not before.
+            reduction.begin_at(-((slot - window) // self.num_threads))  # The slot's first turn from this window on.
 
     def common_state(self) -> list[np.ndarray]:
         own = [] if self.tuner is None else [self.tuner.state()]
@@ -233,7 +233,7 @@ class DTSExchange(AveragingExchange):
         window, buckets = request.step, request.buckets
         turn, slot = divmod(window, self.num_threads)
         if self.tuner is not None:
-            # The graph has merged the window that decides, except for a last window: then wait for the decision.
+            # The graph has merged the window whose mean decides the course. Only a last window has to wait for it.
             course = self._courses.of(window)
             least = window - course.schedule.num_newer
             self._membership.wait_until(lambda: self._num_decided >= least, timeout_seconds=math.inf)
@@ -253,9 +253,10 @@ class DTSExchange(AveragingExchange):
         return Result(window, 0, tuple(means))
 
     def _commit(self, window: int) -> None:
-        """Waits for earlier windows. If this rank leaves, it has then taken part in all windows up to a certain one.
+        """Waits until earlier windows are committed.
 
-        In a mesh of two, the other rank may have a later window, too. There is no third rank that it could differ from.
+        So a rank that leaves has taken part in all windows up to a certain one. In a mesh of two, the other rank may
+        have a later window's mean, too. No third rank could have another mean.
         """
         self._membership.wait_until(lambda: self._sent_rounds >= window, timeout_seconds=math.inf)
         with self._membership.monitor:
@@ -288,7 +289,7 @@ class DTSExchange(AveragingExchange):
         return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), self._is_ending)
 
     def _timed_setting(self, window: int) -> Setting | None:
-        """The setting that the times of a window belong to. None if there are several, or if nothing was in flight."""
+        """The setting that the times of a window belong to. None for several settings, or if nothing was in flight."""
         course = self._courses.of(window)
         num_newer = course.schedule.num_newer
         num_before = num_newer + max(1, num_newer)  # The first steps have nothing to wait for.
@@ -311,7 +312,7 @@ class DTSExchange(AveragingExchange):
         """The settings that ranks have chosen.
 
         Returns:
-          `delay`: D; `interval`: p; others as of `Autotuner.gauges`. Nothing if they do not choose.
+          `delay`: D; `interval`: p; others as of `Autotuner.gauges`. Empty if ranks do not choose.
         """
         if self.tuner is None:
             return {}

@@ -1,13 +1,13 @@
 """DTS as in its paper: means correct the velocity of SGD, too.
 
-Distributed Training across the World. 2019. Equations 7 to 13. Weights w and velocity v of SGD with momentum m coast:
-in k steps without gradients
+Distributed Training across the World. 2019. Equations 7 to 13. SGD with momentum m moves weights w and velocity v even
+without gradients: they coast. In k such steps
 
     w  <-  w + f(k) v        f(k) = m + m^2 + ... + m^k, with Nesterov's momentum m f(k)
     v  <-  m^k v
 
-Gradients are added to that, and weights and velocity depend on gradients linearly. So the changes by the gradients of
-a window can be replaced D steps later: the correction coasts for these D steps.
+Gradients add to that, and weights and velocity depend on gradients linearly. So the changes by the gradients of a
+window can be replaced D steps later: the correction coasts for these D steps.
 
     window ends:     own change of (w, v)  =  (w, v)  -  (w, v) of the window's begin, which have coasted since
     D steps later:   (w, v)  <-  (w, v)  +  (mean change - own change), which has coasted for D steps
@@ -56,7 +56,9 @@ def checked_descent(optimizer: Any, trained: Sequence[tf.Variable]) -> Descent:
 
 
 class MomentumOuterOptimizer(OuterOptimizer):
-    """`OuterOptimizer` of weights and their velocities. Merged values coast, and so do the origins of changes.
+    """`OuterOptimizer` of weights and their velocities.
+
+    Merged values coast, and so do the values from which changes are counted.
 
     Args:
       descent: The result of `checked_descent`.
@@ -120,7 +122,7 @@ class MomentumOuterOptimizer(OuterOptimizer):
         Args:
           means: As `merge` has returned them.
           num_newer: The number of windows that have ended after it.
-          delay: The steps that were made after it.
+          delay: The number of steps since that window's end.
         """
         self._let_known_coast()
         moves = self.apart(means, num_newer)

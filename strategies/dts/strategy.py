@@ -7,12 +7,12 @@ worker
     if p steps are complete (a window): sends its changes of the weights in these steps
     if a window ended with step n - D: replaces its own change by the mean change
 
-So a window's messages have the time of D steps, and one synchronization serves p steps. The paper sends sums of
-gradients, and corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the
-gradients that it changes. It costs accuracy at delays that are harmless without it. It takes twice the bytes, and is
-defined for SGD only. So it is an option (`hop_tf.strategies.dts.momentum`). By default we average changes of weights.
-With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer_optimizer` describes. A mean that replaces
-a rank's own change at once takes back a part that later gradients have already taken back.
+So a window's messages may take D steps, and one synchronization serves p steps. The paper sends sums of gradients, and
+corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the gradients that
+it changes. At delays that are harmless without the correction, the correction costs accuracy. It takes twice the bytes,
+and is defined for SGD only. So it is an option (`hop_tf.strategies.dts.momentum`). By default we average changes of
+weights. With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer_optimizer` describes. If a mean
+replaced a rank's own change at once, it would undo a part that later gradients have already undone.
 """
 
 from __future__ import annotations
@@ -49,113 +49,115 @@ class DTSStrategy(ExchangeStrategy):
     """Training with delayed and temporally sparse averaging of changes.
 
     Each rank makes steps of its own optimizer. Its changes in a window of `interval` steps are averaged over all ranks.
-    `delay` steps after the window's end, the mean is merged. In some hundred steps, with the settings of synchronous
-    training, that costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs 0.5 to 4 points. If
-    each rank has data of other classes, it costs 4 and 7 points, and with `skewed_shards=True` 2 and 6. After 2,000
-    steps, perceptron and convolutional network of the benchmarks lose nothing. Residual network and transformer, which
-    still learn then, lose 1 point with D = 4, p = 4, and 3 with D = 20, p = 12.
+    `delay` steps after the window's end, the mean is merged. In trainings of some hundred steps, with the settings of
+    synchronous training, the delay costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs
+    0.5 to 4 points. If each rank has data of other classes, it costs 4 and 7 points, and with `skewed_shards=True` 2
+    and 6. After 2,000 steps, the benchmarks' perceptron and convolutional network lose nothing. The residual network
+    and the transformer, still learning then, lose 1 point with D = 4, p = 4, and 3 with D = 20, p = 12.
 
-    Without arguments ranks choose these, a codec and an algorithm. First, windows of one step are merged at once, with
-    each way to average. (An `interval` or a `delay` that is given is used.) Then ranks take the smallest delay, up to
-    20 steps, that hides communication, if that saves 15 % of a step: a longer one would save less than 5 %. Windows are
-    as long as the delay. All ranks make the same choice, from the measurements of all. They choose again when steps
-    take longer or shorter than before, or other ranks take part. Rank 0 prints on stderr the choice, and how to keep
-    it. An argument that is given is kept. Under `tf.config.experimental.enable_op_determinism()` nothing is chosen by
-    time: D = 4, p = 4, no codec, a mesh.
+    Without arguments, ranks choose the delay, the interval, a codec and an algorithm. First, they try each way to
+    average, with windows of one step that are merged at once. (A given `interval` or `delay` is used instead.) Then
+    ranks take the smallest delay, up to 20 steps, that hides communication: a longer one would save less than 5 %. They
+    take it only if it saves 15 % of a step. Windows are as long as the delay. All ranks make the same choice, from the
+    measurements of all. They choose again when steps take longer or shorter than before, or other ranks take part. Rank
+    0 prints the choice, and how to keep it, on stderr. A given argument is kept. Under
+    `tf.config.experimental.enable_op_determinism()` no choice depends on time: D = 4, p = 4, no codec, a mesh.
 
     A rank computes with
 
         weights  =  merged weights, equal on all ranks  +  its own changes that are not merged yet
 
-    If the delay is 1 or 2 steps, or less than the interval, own changes count in full, and a mean replaces them at
-    once. Otherwise a rank's own changes count half when their window has ended, and the weights approach the merged
-    ones within some 40 steps. So ranks stay near each other (`compensation`). Weights that the program assigns between
+    If the delay is below 3 steps or below the interval, own changes count in full, and a mean replaces them at once.
+    Otherwise a rank's own changes count half when their window has ended, and the weights approach the merged ones
+    within some 40 steps. So ranks stay near each other (see `compensation`). Weights that the program assigns between
     two steps stay, if all ranks assign the same.
 
     Keras's adaptive optimizers (Adam, Muon and their like) make steps of about the same length for any gradients. So
     the mean of ranks' steps, in which noise cancels, is shorter than the step of synchronous training. So ranks make
-    their changes longer when a window ends. The factor is the length of a rank's own change over that of the mean, in
-    the window that was merged last. It is at least 1, and at most the square root of the number of ranks.
+    their changes longer when a window ends. The factor is the ratio of two lengths, of the rank's own change and of the
+    mean, in the window that was merged last. It is at least 1, and at most the square root of the number of ranks.
     `compensation="eager"`, `TopK`, an `outer_optimizer` and `ema_overwrite_frequency` leave changes as they are.
 
     When `fit` ends, all windows are merged. Weights and moving statistics are then equal to the bit on all ranks,
     except weights that `use_ema` has replaced (`synchronize(model)` averages these). Each rank has its own optimizer
     slots, and may have its own learning rate. Callbacks and validation within `fit` see the weights that a rank
-    computes with. Merging gently, these lag by some 20 steps. So do checkpoints that callbacks write.
+    computes with. If means are merged gently, these weights lag by some 20 steps. So do checkpoints that callbacks
+    write.
 
     `delay=0` is local SGD. With an `outer_optimizer` it is DiLoCo, and with a delay the eager form of DiLoCo.
     `delay=0, interval=1` with SGD is synchronous training.
 
     Traffic: one all-reduce of the model per window, with any optimizer. Memory, in models: the merged weights, the
     weights at the end of the last window, and up to ceil(D / p) for windows in flight, in addition to their messages.
-    With `compensation="gentle"`, and a delay of 3 steps or more, or "auto", there is one more.
+    With `compensation="gentle"`, there is one more if the delay is "auto", or 3 steps or more.
 
     Changes of moving statistics are averaged, too, never through a codec. Steps that only accumulate gradients do not
-    count as steps of a window. A step that loss scaling leaves out is a change of zero. If a rank ends early, the
-    others go on without it; its last window is averaged with their next one. `on_peer_loss` says what happens when a
-    rank is lost. In a custom loop `synchronize` first merges all windows, of all models. The next step begins a window,
-    and `warmup_steps` anew.
+    count as steps of a window. A step that loss scaling skips is a change of zero. If a rank ends early, the others go
+    on without it. Its last window is averaged with their next one. `on_peer_loss` says what happens when a rank is
+    lost. In a custom loop `synchronize` first merges all windows, of all models. The next step begins a window, and the
+    `warmup_steps` of `TopK` anew.
 
     Args:
-      delay: D, the number of steps that a window's messages may take before a rank waits; at least 0. Up to
+      delay: D, the number of steps that a window's messages may take before a rank waits for them; at least 0. Up to
         ceil(D / p) + 1 windows are in flight, at most 100. Each has a thread, and memory for the changes that it sends.
         Default "auto": from 0 to 20, as above; with an `interval`, 0 or the interval; with an `outer_optimizer` 4.
       interval: p, the number of steps of a window; at least 1. Default "auto": as long as the delay, and at least 1.
-      warmup_steps: The number of first steps of an optimizer that are synchronous: windows of one step, merged at once.
-        Early steps change most, so a late mean costs most there. They end with the optimizer's first `fit`, in a custom
-        loop at `synchronize`, and if a rank joins. A job that is started again makes them again: give it 0. It takes a
-        `delay`, and no `outer_optimizer` or `TopK`. Default 0.
+      warmup_steps: The number of an optimizer's first steps that are synchronous: windows of one step, merged at once.
+        Early steps change most, so a late mean costs most there. Synchronous steps end with the optimizer's first
+        `fit`, in a custom loop at `synchronize`, and if a rank joins. A job that is started again would make them
+        again, so pass 0 there. `warmup_steps` needs a `delay`, and excludes `outer_optimizer` and `TopK`. Default 0.
       codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4", "top_k").
-        None: windows go as they are. `codecs.LowRank` sends large kernels as factors, and leaves the changes of
-        adaptive optimizers as long as they are. With `codecs.TopK(ratio)` a window sends only the changes of largest
-        magnitude. The others remain this rank's own until they are among the largest (deep gradient compression: local
-        accumulation), or `fit` ends, which sends as much as a window without a codec. All changes as large as the least
-        of the selected ones are sent, too: with optimizers whose steps have few magnitudes (Lion) that may be all.
-        `warmup_steps` of `TopK` are windows here. `TopK` takes no variables of float64. With other codecs, the loss of
-        encoding is the same on all ranks. With `error_feedback` it is added to a later window's change, and each window
-        that may be in flight keeps a vector for it. Default "auto": "int8" if that saves at least 15 % of a step,
-        otherwise None.
+        None: windows are sent unencoded. `codecs.LowRank` sends large kernels as factors. With it, changes by adaptive
+        optimizers are not made longer. With `codecs.TopK(ratio)` a rank sends only the changes of largest magnitude in
+        a window. It keeps the others until they are among the largest (deep gradient compression: local accumulation),
+        or until `fit` ends. The end of `fit` sends as much as a window without a codec. All changes as large as the
+        smallest selected one are sent, too: with optimizers whose steps have few magnitudes (Lion) that may be all.
+        `warmup_steps` of `TopK` are windows here. `TopK` cannot send variables of float64. With other codecs, the loss
+        of encoding is the same on all ranks. With `error_feedback` the loss is added to a later window's change. A
+        vector for it is kept for each window that may be in flight. Default "auto": "int8" if that saves at least 15 %
+        of a step, otherwise None.
       outer_optimizer: A Keras optimizer that moves the merged weights, with minus the mean change as its gradient.
-        Without one, the mean is added. Moving statistics take the mean in any case. DiLoCo's is
-        `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. It is copied, once for each optimizer that trains:
-        see `outer_optimizer` below. It must not have loss scaling, `use_ema` or gradient accumulation, and does nothing
-        in a world of one. Default None.
+        Without one, the mean is added. The mean is always added to moving statistics. DiLoCo uses
+        `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. The optimizer is copied, once for each optimizer that
+        trains: see `outer_optimizer` below. It must not have loss scaling, `use_ema` or gradient accumulation, and does
+        nothing in a world of one. Default None.
       compensation: The weights that a rank computes with while means are in flight. "gentle": as above. Means are
         merged at once with a delay below 3 or an interval above the delay, for variables of 16 bits, and with an
-        `outer_optimizer`. "eager": always at once, and own changes count in full, as they are. In short trainings with
-        longer delays, and with adaptive optimizers, that costs more accuracy. "momentum": the paper's rule, for
-        comparison: as "eager", and the velocity is averaged, too. If gradients did not depend on weights, that would be
-        synchronous SGD. It takes SGD with momentum and without weight decay, twice the bytes and the memory, and no
-        `skewed_shards`, `outer_optimizer` or `TopK`. When `fit` ends, velocities are equal on all ranks, too, unless a
-        rank has ended early: `synchronize(model)` averages them. Default "gentle".
-      skewed_shards: True: for data of which each rank has a different kind, such as other classes. When a mean is
-        merged, D steps after its window's end, the velocity is corrected, too: by m^D / p times the mean change less
-        the rank's own, m being the momentum. Windows that are merged together, as when `fit` ends, correct weights
-        only. No byte more is sent. It takes `keras.optimizers.SGD` with momentum, and memory for one window more. It
-        takes no `batch_shares`, `outer_optimizer` or `TopK`. Default False.
+        `outer_optimizer`. "eager": means are always merged at once, and own changes count in full, at their own length.
+        In short trainings with longer delays, and with adaptive optimizers, that costs more accuracy. "momentum": the
+        paper's rule, for comparison: as "eager", and the velocity is averaged, too. If gradients did not depend on
+        weights, that would be synchronous SGD. It needs SGD with momentum and without weight decay, and twice the bytes
+        and the memory. It excludes `skewed_shards`, `outer_optimizer`, `TopK` and `LowRank`. When `fit` ends,
+        velocities are equal on all ranks, too, unless a rank has ended early: `synchronize(model)` averages them.
+        Default "gentle".
+      skewed_shards: True: for ranks with different kinds of data, such as other classes. When a mean is merged, D steps
+        after its window's end, the velocity is corrected, too. The correction is m^D / p times the mean change less the
+        rank's own, m being the momentum. Windows that are merged together, as when `fit` ends, correct weights only. No
+        further bytes are sent. It needs `keras.optimizers.SGD` with momentum, and memory for one more window. It
+        excludes `batch_shares`, `outer_optimizer`, `TopK` and `LowRank`. Default False.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without the rank, and share its rows of each batch. Each window in flight
         then counts the lost rank on all of the others or on none. So merged weights stay equal to the bit. For that a
-        rank keeps copies of last means, one for each window that may be in flight and each way that was tried. A second
-        `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` take all ranks, and
-        raise. So does everything before the first step. If the same script is started again as that rank, its first
-        `fit` skips the steps that it has missed. It joins the others at the end of a window, when all windows are
-        merged. It then has the merged weights, and another rank's optimizer slots. That takes one optimizer, and no
-        `run_eagerly`. Default None: "raise".
+        rank keeps copies of the last means, one for each window that may be in flight and each way that was tried. A
+        second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` need all
+        ranks, and raise an error. So does everything before the first step. If the same script is started again as that
+        rank, its first `fit` skips the steps that it has missed. It joins the others at the end of a window, when all
+        windows are merged. It then has the merged weights, and another rank's optimizer slots. A restart needs a single
+        optimizer, without `run_eagerly`. Default None: "raise".
       min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
-        fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
-        None: more than half of the ranks; 1 if there are two.
+        fewer, a rank raises `PeerLostError`, because the others may be training on, behind a network cut. Default None:
+        more than half of the ranks; 1 if there are two.
       patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
-        rank, as without a lost one. An example is a process that was stopped. When the rank wakes, it skips the steps
-        that it has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and
-        less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`. Default
-        None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
+        rank, as without a lost one. A stopped process is an example. When the rank wakes, it skips the steps that it
+        has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and less
+        than `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without `run_eagerly`.
+        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
-        change weights each rank by its number of rows in the window. A change is about minus the rate times a sum of
-        mean gradients, so each row counts the same, except with adaptive optimizers. With delay 0, interval 1 and SGD
-        that is synchronous training. Default None: all parts are equal.
+        change weights each rank by its number of rows in the window. A change is about minus the learning rate times a
+        sum of mean gradients. So each row counts the same, except with adaptive optimizers. With delay 0, interval 1
+        and SGD that is synchronous training. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.

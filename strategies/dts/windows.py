@@ -23,7 +23,7 @@ _LEAST_GENTLE_DELAY = 3
 
 
 def num_windows(delay: int, interval: int) -> int:
-    """Most windows that are in flight at a time: those of `delay` steps, and the last one of a `fit`."""
+    """The largest number of windows in flight at a time: those of `delay` steps, and the last one of a `fit`."""
     return -(-delay // interval) + 1
 
 
@@ -47,7 +47,7 @@ class Schedule:
 
     @property
     def num_slots(self) -> int:
-        """The most windows that are in flight at a time."""
+        """The largest number of windows in flight at a time."""
         return num_windows(self.delay, self.interval)
 
     def ended(self, num_steps: int) -> tuple[bool, int]:
@@ -89,7 +89,7 @@ class Schedule:
 
     @property
     def meeting_distance(self) -> int:
-        """The steps after a window's end by which its mean is merged and another window ends: a multiple of p."""
+        """The steps from a window's end to the first window's end at which its mean is merged: a multiple of p."""
         return -(-self.delay // self.interval) * self.interval
 
 
@@ -105,7 +105,7 @@ class Course:
       schedule: The schedule, from its first window on.
       setting: The way to average, and the width of the schedule.
       is_meeting: True if ranks that join begin with the schedule's first step.
-      is_warmup: True if another course follows without a choice.
+      is_warmup: True for the warm-up: the next course follows without a choice.
     """
 
     schedule: Schedule
@@ -121,13 +121,13 @@ class Courses:
 
         k  +  the windows that have ended meanwhile  +  1
 
-    If the schedule changes, the graph merges all windows in flight there. The mean of the last one decides.
+    If the schedule changes, the graph first merges all windows in flight. The mean of the last one decides.
 
     Args:
-      schedule_of: `schedule_of(width, step, window)` returns the schedule of a width that begins at a step, with a
-        window.
+      schedule_of: `schedule_of(width, step, window)` returns the schedule with this width that begins with this step
+        and this window.
       setting: The first setting.
-      warmup_steps: The steps before it, each of which is a window that is merged at once. Default 0.
+      warmup_steps: The number of steps before it, each a window that is merged at once. Default 0.
     """
 
     _NUM_KEPT = 2 * MAX_WINDOWS  # For the windows in flight, and those that follow.
@@ -163,7 +163,7 @@ class Courses:
         return self._courses[-1]
 
     def choose(self, window: int, setting: Setting) -> None:
-        """Takes the setting that the mean of a window brings. Must be called in the order of windows."""
+        """Records the setting that the mean of a window has decided. Must be called in the order of windows."""
         present, latest = self.of(window), self.latest
         if present.is_warmup or (latest.is_meeting and latest.schedule.first_window > window):
             return  # At the meeting, windows start over with the first setting.
@@ -177,7 +177,7 @@ class Courses:
     def meet(self, window: int) -> int:
         """Plans a meeting, because the mean of a window admits ranks. Windows start over there. Returns its first step.
 
-        It ends a warm-up. Must be called before `choose`.
+        A meeting ends a warm-up. Must be called before `choose`.
         """
         present, latest = self.of(window), self.latest
         is_to_begin = latest.schedule.first_window > window
@@ -197,7 +197,7 @@ class Courses:
         return Course(self._schedule_of(setting.width, schedule.first_step, schedule.first_window), setting, is_meeting)
 
     def _put(self, course: Course) -> None:
-        """Adds a course, in the place of those that would begin with its first window or later."""
+        """Adds a course. It replaces those that would begin with its first window or later."""
         kept = [each for each in self._courses if each.schedule.first_window < course.schedule.first_window]
         self._courses = [*kept, course][-self._NUM_KEPT :]
 

@@ -119,7 +119,8 @@ class PipelinedAlgorithm(GradientAlgorithm):
 
     def begin_session(self) -> None:
         super().begin_session()
-        # Ranks may have made different numbers of steps of the first `fit`. But all have made it, so warm-up is over.
+        # In the first `fit`, ranks may have made different numbers of steps. But all have completed it, so warm-up is
+        # over.
         self._pipelined_from.assign(_BEYOND if self.group.context.membership.joining else 0)
 
     def begin_at(self, step: int) -> None:
@@ -137,7 +138,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
         self._begin_pipe()
 
     def _begin_pipe(self, step: int | None = None) -> None:
-        """Begins with an empty pipe: the present variables and slots are the merged ones. Default: at this step."""
+        """Begins with an empty pipe: the present variables and slots are the merged ones. Default step: the present."""
         if self._look_ahead is not None:
             self._pipelined_from.assign(int(self.group.step) if step is None else step)
             self._look_ahead.begin()
@@ -204,8 +205,8 @@ class PipelinedAlgorithm(GradientAlgorithm):
         exchange = self.exchange
         if exchange.tuner is None or (len(exchange.chosen_widths) == 1 and not exchange.is_to_change):
             return False
-        # An earlier step's choice, because means of later steps may have come on some ranks only. All ranks must change
-        # K in the same step, because updates with another K may differ in the last bit.
+        # Reads an earlier step's choice, because means of later steps may have arrived on some ranks only. All ranks
+        # must change K in the same step, because updates with another K may differ in the last bit.
         step = int(self.group.step)
         width = exchange.chosen_width(step - exchange.width)
         if width == exchange.width or (width > 1 and exchange.tuner.is_narrow):

@@ -83,10 +83,11 @@ class PipeSGDExchange(GradientExchange):
     ):
         self.settings = settings
         self.width = settings.widths[0]
-        # Without a replay, a rank has computed its weights with its own rate.
+        # Without a replay, a rank has computed its weights with its own learning rate.
         adopts_rate = None if self.delay == 0 else settings.looks_ahead
         membership, specs = context.membership, context.packing.specs
-        # With factors, a part of each gradient comes later. Optimizers that divide by its size lose more accuracy then.
+        # Low-rank factors delay a part of each gradient. Optimizers that divide by a gradient's size lose more accuracy
+        # then.
         factorizes = is_sgd(context.optimizer())
         super().__init__(
             context,

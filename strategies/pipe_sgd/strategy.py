@@ -59,11 +59,11 @@ class PipeSGDStrategy(ExchangeStrategy):
 
         w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
 
-    Without arguments ranks choose. In the first steps they make a few steps with each way to average, with a codec and
-    without one. K = 2 follows, when it would have saved more time than its graph takes to trace. All ranks make the
-    same choice, from the measurements of all. They choose again when steps take longer or shorter than before, or other
-    ranks take part. Rank 0 prints on stderr the choice, and how to keep it. An argument that is given is kept. Under
-    `tf.config.experimental.enable_op_determinism()` nothing is chosen by time: K = 1, no codec, a mesh.
+    Without arguments, ranks choose K, a codec and an algorithm. First, they make a few steps with each way to average,
+    with a codec and without one. They try K = 2 when it would have saved more time than its graph takes to trace. All
+    ranks make the same choice, from the measurements of all. They choose again when steps take longer or shorter than
+    before, or other ranks take part. Rank 0 prints the choice, and how to keep it, on stderr. A given argument is kept.
+    Under `tf.config.experimental.enable_op_determinism()` no choice depends on time: K = 1, no codec, a mesh.
 
     K = 1 is synchronous training. With K > 1 means are merged K - 1 steps late, equally on all ranks, to the bit. Until
     a mean arrives, the rank's own gradient stands in for it: the rank applies its K - 1 own gradients in flight to a
@@ -73,14 +73,14 @@ class PipeSGDStrategy(ExchangeStrategy):
     as little, and K = 4 up to 2 points. In a short training of a transformer K = 3 and K = 4 cost 2 to 4 points.
 
     At the end of every epoch, and of `fit`, all means are merged: validation and callbacks there see merged weights.
-    Callbacks within an epoch see the weights that a rank computes with. If they assign weights, `fit` raises an error
-    with a given K above 1. A K that ranks choose then stays 1, as in custom loops. All ranks use the learning rate of
-    rank 0. If a callback has changed another rank's rate, there is a warning. It is an error with a schedule, with
-    `weight_decay` and K = 1 or "auto", and with `compensation="none"` and K above 1.
+    Callbacks within an epoch see the weights that a rank computes with. If callbacks assign weights, `fit` raises an
+    error if a K above 1 is given. If ranks choose K, it then stays 1, as in custom loops. All ranks use the learning
+    rate of rank 0. If a callback has changed another rank's learning rate, there is a warning. It is an error with a
+    learning-rate schedule, with `weight_decay` and K = 1 or "auto", and with `compensation="none"` and K above 1.
 
     Changes of moving statistics are averaged, too, never through a codec. Gradients are clipped before they are
-    averaged (under a `LossScaleOptimizer`, after). Sparse gradients travel as dense ones. If a rank ends early, the
-    others go on without it; `synchronize(model)` makes weights, slots and step counts the same before another `fit`.
+    averaged (under a `LossScaleOptimizer`, after). Sparse gradients are sent as dense ones. If a rank ends early, the
+    others go on without it. `synchronize(model)` makes weights, slots and step counts the same before another `fit`.
     `on_peer_loss` says what happens when a rank is lost. In a custom loop `synchronize` first merges all means that are
     in flight.
 
@@ -89,36 +89,37 @@ class PipeSGDStrategy(ExchangeStrategy):
         at least 15 % of a step, otherwise 1; 1 with `compensation="none"`.
       codec: Encodes gradients in messages: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4";
         `codecs.TopK(error_feedback=True)` for the largest only), or a `codecs.LowRank` ("low_rank"), for large kernels
-        on slow links. None: gradients travel as they are. It takes float32, bfloat16 and float16; gradients of other
-        types travel as they are. Default "auto": "int8" if that saves at least 15 % of a step, otherwise None.
-        "low_rank" if that saves 15 % more, most values are those of large dense kernels, and the optimizer is SGD.
+        on slow links. None: gradients are sent unencoded. Gradients other than float32, bfloat16 and float16 are always
+        sent unencoded. Default "auto": "int8" if that saves at least 15 % of a step, otherwise None. "low_rank" if that
+        saves 15 % more, most values are those of large dense kernels, and the optimizer is SGD.
       num_segments: L, the number of parts in which gradients are sent, those of the last layers first, so that they
         travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6). It is useful
-        with K = 1, if computation takes most of a step: a wider pipe hides communication in any case. Default 1.
+        with K = 1, if computation takes most of a step: a wider pipe already hides communication. Default 1.
       compensation: The weights that a rank computes with while means are in flight. Not used with K = 1. "replay": as
         above. "none": Algorithm 1 as printed: merged weights only. The first K - 1 updates then use gradients of zero,
         and the last K - 1 means are dropped. With "none" and a momentum of 0.9, accuracy is lost at learning rates that
         work in synchronous training. Default "replay".
-      warmup_steps: The number of updates of the first `fit` after `compile` that are made with K = 1. It takes
-        `compensation="none"`, and a K that is given: with a replay early gradients are not late. Default 0.
+      warmup_steps: The number of updates of the first `fit` after `compile` that are made with K = 1. It needs
+        `compensation="none"`, and a given K: with a replay, early gradients are not late. Default 0.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one, if
         that saves at least 5 % of a step, otherwise "mesh".
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
         the first step on, the others train on without the rank, and share its rows of each batch. The lost rank's last
         gradient is in the mean on all of the others or on none. So merged weights stay equal to the bit. Each rank
         keeps a copy of the last mean for that. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop
-        `strategy.reduce` and `gather` take all ranks, and raise. So does everything before the first step. If the same
-        script is started again as that rank, its first `fit` skips the steps that it has missed. It joins the others
-        between two steps, with their weights, slots and step. That takes one optimizer, and no `run_eagerly`. With K
-        above 1 and `compensation="none"` it raises instead. Default None: "raise".
+        `strategy.reduce` and `gather` need all ranks, and raise an error. So does everything before the first step. If
+        the same script is started again as that rank, its first `fit` skips the steps that it has missed. It joins the
+        others between two steps, with their weights, slots and step. A restart needs a single optimizer, without
+        `run_eagerly`. With K above 1 and `compensation="none"` the started rank raises an error instead. Default None:
+        "raise".
       min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
-        fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
-        None: more than half of the ranks; 1 if there are two.
+        fewer, a rank raises `PeerLostError`, because the others may be training on, behind a network cut. Default None:
+        more than half of the ranks; 1 if there are two.
       patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
-        rank, as without a lost one. An example is a process that was stopped. When the rank wakes, it skips the steps
-        that it has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and
-        less than `CommunicationOptions.timeout_seconds`. It takes `fit`, one optimizer, and no `run_eagerly`. Default
-        None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
+        rank, as without a lost one. A stopped process is an example. When the rank wakes, it skips the steps that it
+        has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and less
+        than `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without `run_eagerly`.
+        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
         weights each rank by its rows in the step, g = sum of n_i g_i / sum of n_i. So it is the mean of the whole

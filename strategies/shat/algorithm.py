@@ -69,7 +69,7 @@ class ShatAlgorithm(Algorithm):
                 window, place = group.read_step() // interval, group.read_step() % interval
             when(place == interval - 1, lambda: self._push_window(window))
         if ema_overwrite_frequency(group.optimizer()):
-            # The servers have replaced weights by averages. The worker's optimizer does so next, then without effect.
+            # The servers have replaced weights by averages. The worker's optimizer does so next, now without effect.
             for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
                 average.assign(variable)
         return super().after_update()
@@ -93,13 +93,13 @@ class ShatAlgorithm(Algorithm):
 
     def abort(self) -> None:
         if int(self.group.step):
-            self.served.keep_model()  # It contains others' pushes in part, and unsent steps: servers do not take it.
+            self.served.keep_model()  # The model has unsent steps, and parts of others' pushes: servers do not take it.
 
     def finish(self) -> None:
         window, num_unsent = divmod(int(self.group.step), self._settings.interval)
         if num_unsent:
             self._push_window(tf.constant(window, tf.int64))
-        if not self.group.exchange.sent_rounds:  # Others may keep older values of the same variables.
+        if not self.group.exchange.sent_rounds:  # Without pushes, the servers may have older values of these variables.
             return
         if self._settings.keeps_own_models:
             self.served.keep_model()

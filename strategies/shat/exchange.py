@@ -44,7 +44,7 @@ class ShatExchange(Exchange, Joiner):
       tuner: Chooses the way of each push by the times of this worker alone: no worker has to agree with another.
 
     Raises:
-      ValueError: If the optimizer does not go with the settings.
+      ValueError: If the settings do not allow the optimizer.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class ShatExchange(Exchange, Joiner):
 
     def close(self) -> None:
         self._servers.close()
-        # With an optimizer, only this rank ends. The others may go on, and the servers' last snapshots are due.
+        # If the optimizer still exists, only this rank ends. The others may go on, and servers still write snapshots.
         if self._context.optimizer() is None:
             self.state.retire()
 
@@ -135,7 +135,7 @@ class ShatExchange(Exchange, Joiner):
         return self._merge(request, answers)
 
     def _rate(self, rate: float) -> float:
-        """The factor by which the servers multiply a push. With shares, those of the remaining workers add up to 1."""
+        """The factor by which the servers multiply a push. With shares, the remaining workers' parts sum to 1."""
         if self._pushes_steps:
             rate = float(rate) * self._settings.share(len(self._workers))
         num_all = self._membership.world_size
@@ -180,7 +180,7 @@ class ShatExchange(Exchange, Joiner):
                 raise error(f"rank {self._membership.rank}: a parameter server has refused a push: {answer.error}")
 
     def _merge(self, request: Request, answers: Answers) -> Result:
-        """Returns the servers' model, the weight of each, and the changes that make non-trainable state its mean."""
+        """Returns the servers' model, each server's weight, and the changes that make non-trainable state its mean."""
         buckets = self._packing.take(self._context.pool)  # The servers fill all of it except the metadata.
         self._beside(buckets)[:] = 0
         for shard in self.shards:
@@ -266,7 +266,7 @@ class ShatExchange(Exchange, Joiner):
 
         Returns:
           `communicate_seconds`: the time from a push to its answer.
-          `snapshot_failures`: the number of snapshots that servers could not write, as far as their answers have told.
+          `snapshot_failures`: the number of snapshots that servers could not write, as far as this rank knows.
           `server_restarts`: the number of times that a server was started again and went on from a snapshot.
           `pushes_lost`: the number of pushes, of all workers, that these restarts have lost, as far as this rank knows.
           `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`, for each server with a shard: bytes without headers.
@@ -286,7 +286,7 @@ class ShatExchange(Exchange, Joiner):
         """The way of the next push.
 
         Returns:
-          `encoded_bytes_per_value`: 4 of a lossless float32. Nothing if workers do not choose.
+          `encoded_bytes_per_value`: 4 for lossless float32. Empty if workers do not choose.
         """
         way = self.tuner.ways[self.tuner.setting.way]
         return {"encoded_bytes_per_value": way.codec.bytes_per_value} if self._settings.chooses else {}

@@ -130,7 +130,7 @@ class GradientPushes(Pushes):
 class StepPushes(Pushes):
     """The worker pushes its own optimizer's step, and the servers add it, divided by the number of workers.
 
-    In the time of a step, n workers then move the servers' model as far as synchronous training does. This holds for
+    In the time of one step, n workers then move the servers' model as far as synchronous training does. This holds for
     any optimizer, because sums of momentum are sums of gradients. Each worker keeps its own slots.
     """
 

@@ -41,7 +41,7 @@ class ServerRequest:
         request already.
       is_answer: `is_answer(answer)` returns True if a server's answer is to this request.
       shards: The shards of the servers that are asked.
-      sources: Ranks that the servers wait for. While an answer is missing, they must be there or have left properly.
+      sources: Ranks that the servers wait for. While an answer is missing, they must be running or have left properly.
       step: The training step, or None if the request belongs to none.
       retries: True to ask again if an answer takes long.
     """
@@ -131,7 +131,7 @@ class Servers:
 
     @contextlib.contextmanager
     def giving_up_alone(self) -> Iterator[None]:
-        """Lets only this rank give up if a server is lost. The other ranks find out themselves if it is there."""
+        """Lets only this rank give up if a server is lost. The other ranks find out for themselves."""
         try:
             yield
         except PeerLostError:
@@ -199,7 +199,7 @@ class Servers:
             if membership.monitor.now() >= retry_at or self._lacking(request) or self._restarted_of(request):
                 return []
             servers = [shard.server for shard in self._absent(request)]
-            # Not ranks that have left: the servers have the state that such a rank gave, or report that it is missing.
+            # Ranks that have left are not awaited: the servers have their state, or report that it is missing.
             sources = [rank for rank in request.sources if membership.departure(rank) is None]
             return [*servers, *sources] if servers else []
 
@@ -354,12 +354,12 @@ class Servers:
             logging.info("rank %d: could not configure %s: %s", self._membership.rank, self.name(shard.server), error)
 
     def resume(self) -> None:
-        """Configures servers again that were restarted. Blocks and raises as `configure` does."""
+        """Configures restarted servers again. Blocks and raises as `configure` does."""
         with self.giving_up_alone():
             self._configure_again(self._take_restarted(self.shards))
 
     def reconfigure(self, request: ServerRequest) -> list[ShardView]:
-        """Configures the servers of a request again that were restarted. Blocks and raises as `configure` does.
+        """Configures the restarted servers of a request again. Blocks and raises as `configure` does.
 
         Args:
           request: The request that the servers get next. Their earlier answers to it do not count.

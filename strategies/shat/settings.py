@@ -31,7 +31,7 @@ def mixing_weight(c: int, n: int, rule: str = "shat", log_base: float = math.e, 
         alpha = 1 - s / sqrt n       "shat_root" (Section 4.1.2)          s = n / c
 
     but at least `min_mixing`. A lone worker takes the server's model: alpha is 1. With several workers, alpha is
-    `min_mixing` if no other worker has pushed (c = 0, s is infinite). The paper does not tell the base of its
+    `min_mixing` if no other worker has pushed (c = 0, s is infinite). The paper does not give the base of its
     logarithm. With base 2, both rules would be the same for 4 and for 16 workers, which its Table 2 excludes. With base
     10, alpha would be negative for up to 8 workers that are equally fast.
 
@@ -113,7 +113,7 @@ class ShatSettings:
                 )
 
     def ways(self, specs: Sequence[TensorSpec] | None = None) -> list[Way]:
-        """The ways to push, without a codec first; see `list_ways`."""
+        """The ways to push, the one without a codec first; see `list_ways`."""
         return list_ways(_ALGORITHM, self.codec, world_size=1, specs=specs)
 
     @property
@@ -143,7 +143,7 @@ class ShatSettings:
         return self.consistency != "bsp" and not use_ema(optimizer)
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raises ValueError if the optimizer does not go with the settings."""
+        """Raises ValueError if the settings do not allow the optimizer."""
         if self.interval > 1 and use_ema(optimizer):
             raise ValueError(
                 "`interval` must be 1 with `use_ema`, with which workers push gradients. "

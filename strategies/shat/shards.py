@@ -23,7 +23,7 @@ class ShardView:
 
     Args:
       index: The server's index among the servers.
-      server: The server's place in the cluster.
+      server: The server's number in the cluster.
       context: The context of the group.
       pieces: The pieces that the server keeps.
       settings: The settings of the strategy.
@@ -35,9 +35,9 @@ class ShardView:
       bytes_sent: The bytes of pushes.
       bytes_received: The bytes of answers.
       num_snapshot_failures: The number of snapshots that the server could not write, by its latest answer.
-      snapshot_error: The reason that the last snapshot could not be written, or empty if it could.
+      snapshot_error: The reason why the last snapshot could not be written, or empty if it could.
       has_snapshots: True if the server writes snapshots, and so may die and be started again.
-      training: The server's name of the training; "" before the server has told it.
+      training: The server's name for the training; "" until the server has sent it.
       num_pushes: The number of pushes of all workers that the server had applied at its latest answer.
       num_assigned: The number of times that the server was given another model.
       clock: This worker's clock at the server, by the server's latest answer.
@@ -146,7 +146,7 @@ def make_shards(context: ExchangeContext, settings: ShatSettings) -> list[ShardV
       The shards of the servers that have one. The first shard also has the non-trainable state.
 
     Raises:
-      ValueError: If the optimizer does not go with the settings.
+      ValueError: If the settings do not allow the optimizer.
     """
     optimizer, servers = context.optimizer(), context.membership.servers
     is_divisible = settings.pushes_steps_of(optimizer) or is_elementwise(optimizer_class(optimizer))

@@ -12,11 +12,11 @@ Learning. Applied Sciences 12(1), 2022. Algorithm 1:
      7  alpha = 1 - s / log n,  s = n / c    (Equation 4)    23  c[i] = 0
      8  w = (1 - alpha) w + alpha w_server   (Equation 3)
 
-The local step is in Equation 2. Algorithm 1 leaves it out, but without it training alone (alpha = 0) would not train.
-With `pushes="gradients"` the server's line 21 is a step of the user's optimizer. So n workers make n full steps in the
-time of one, which does not work with the learning rate and momentum of synchronous training. By default a worker sends
-its own step in line 5 instead, and the server adds it, divided by n. Each server's part of the model has its own c and
-alpha. For the paper's Equation 4 see `mixing_weight`.
+The local step is in Equation 2. Algorithm 1 leaves it out, but without it a worker with alpha = 0 would not train at
+all. With `pushes="gradients"` the server's line 21 is a step of the user's optimizer. So n workers make n full steps in
+the time of one, which does not work with the learning rate and momentum of synchronous training. By default a worker
+sends its own step in line 5 instead, and the server adds it, divided by n. Each server's part of the model has its own
+c and alpha. For the paper's Equation 4 see `mixing_weight`.
 """
 
 from __future__ import annotations
@@ -59,33 +59,36 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         w_server = w_server - local step / n
         w        = (1 - alpha) (w - local step)  +  alpha w_server
 
-    No worker waits for another one. n workers together move the servers' model as far as synchronous training does, at
-    its learning rate and momentum. n counts all workers except lost ones. Each worker keeps its own optimizer slots.
+    No worker waits for another one. With the learning rate and momentum of synchronous training, n workers together
+    move the servers' model as far as it does. n counts all workers except lost ones. Each worker keeps its own
+    optimizer slots.
 
     With `pushes="gradients"`, the paper's rule, a worker pushes its gradient. The servers make a step of the user's
     Keras optimizer for every push, with weight decay and `use_ema`, and with the learning rate of the worker. n workers
-    then make n full steps in the time of one: take a rate that is n times smaller, or less momentum, and `mixing=1/n`
-    with momentum. Gradients are clipped and accumulated on the worker. Gradients that loss scaling leaves out are not
-    applied. The local step is that of the worker's optimizer. With SGD and momentum m, the local step is lr / (1 - m)
-    times the gradient. Constraints apply to the worker's model, not to the servers'.
+    then make n full steps in the time of one: use a learning rate that is n times smaller, or less momentum. With
+    momentum, also use `mixing=1/n`. Gradients are clipped and accumulated on the worker. Gradients of steps that loss
+    scaling skips are not applied. The local step is that of the worker's optimizer, but with SGD and momentum m it is
+    lr / (1 - m) times the gradient. Constraints apply to the worker's model, not to the servers'.
 
-    On a task of type `ps`, a script that creates this strategy serves. It exits there with code 0 when the workers are
-    done. `python -m hop_tf serve` does the same. If a worker dies, the others do not wait for it. A worker that is
-    started again takes the servers' model (with `fit` and one optimizer). If a server that writes snapshots is lost,
-    the workers wait for it. Started again within `timeout_seconds`, it goes on from the last snapshot, and later pushes
-    are lost. The loss of a server without snapshots is an error on all workers. Servers that are started again together
-    with the workers also go on from their snapshots.
+    On a task of type `ps`, a script that creates this strategy runs a server. The script exits there with code 0 when
+    the workers are done. `python -m hop_tf serve` does the same. If a worker dies, the others do not wait for it. A
+    worker that is started again takes the servers' model (with `fit` and one optimizer). If a server that writes
+    snapshots is lost, the workers wait for it. If the server is started again within `timeout_seconds`, it goes on from
+    its last snapshot, and later pushes are lost. The loss of a server without snapshots is an error on all workers.
+    Servers that are started again together with the workers also go on from their snapshots.
 
     When `fit` ends on a rank, its model, moving statistics and (if gradients are pushed) optimizer slots become those
     of the servers at that moment. With `mixing="ensemble"` the rank keeps its own model. `synchronize(model)`, which
     all ranks call, gives all of them the servers' final model. A later `fit` begins with that model. If rank 0's model
-    was changed before a `fit`, or by a callback in `on_train_begin`, the servers and the other ranks take it.
+    was changed before a `fit`, or by a callback in `on_train_begin`, the servers and the other ranks take over the
+    changed model.
 
     Args:
       mixing: The weight alpha of the servers' model: "shat" or "shat_root" (see `mixing_weight` in this module), "asp"
         (1), "ensemble" (0), or a number from 0 to 1. Default "shat".
       pushes: "steps": the steps of the worker's optimizer; "gradients": see above. Default None: "gradients" with
-        `consistency="bsp"`, which is then exact, and with an optimizer that has `use_ema`; otherwise "steps".
+        `consistency="bsp"`, which is then exactly synchronous training, and with an optimizer that has `use_ema`;
+        otherwise "steps".
       sharding: "memory": each server keeps equally many values, and large layers are divided; "layer": equally many
         layers; "none": the first server keeps everything. Default "memory".
       consistency: "async": no worker waits. "ssp": a worker waits if it is more than `max_staleness` pushes ahead of
@@ -96,19 +99,20 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         would never learn from each other.
       log_base: The base of the logarithm in Equation 4. Default e.
       codec: Encodes pushes on their way to the servers: a `hop_tf.codecs.Codec` that is not sparse, a name
-        ("truncate16", "int8", "sketch", "bits4"), or None: values travel as they are. Default "auto": each worker makes
+        ("truncate16", "int8", "sketch", "bits4"), or None: values are sent unencoded. Default "auto": each worker makes
         a few steps without a codec. If pushes and answers take at least 15 % of a step, it makes a few with "int8", and
-        keeps that if it saves at least 15 % of a step. A worker chooses alone, and again if its times change. Rank 0
-        prints its choice on stderr. Under `tf.config.experimental.enable_op_determinism()` "auto" is None.
+        keeps "int8" if that saves at least 15 % of a step. A worker chooses alone, and chooses again if its times
+        change. Rank 0 prints its choice on stderr. Under `tf.config.experimental.enable_op_determinism()` "auto" is
+        None.
       interval: p: a worker pushes the sum of its steps in every p-th step, and when `fit` ends (a custom loop: in
-        `synchronize`). So it sends p times less, and waits p times less often for an answer. "shat" and "shat_root"
-        then take 1 - (1 - alpha)^p: in p steps, as much is taken over as with pushes of single steps. Costs a copy of
-        the model. Takes `pushes="steps"`, and not "bsp". Default 1.
+        `synchronize`). So it sends p times less, and waits p times less often for an answer. With "shat" and
+        "shat_root", the weight is then 1 - (1 - alpha)^p: in p steps, a worker takes over as much as with p pushes of
+        single steps. Costs a copy of the model. Needs `pushes="steps"`, and excludes "bsp". Default 1.
       snapshots: The directory and the times of the servers' snapshots: a `hop_tf.SnapshotOptions`. Workers ignore it.
         Default None: no snapshots.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A push
-        counts in proportion: the servers add a step times the worker's part, in place of 1 / n. They apply a pushed
+        counts in proportion: the servers add a step times the worker's part, instead of 1 / n. They apply a pushed
         gradient with n times the worker's part of the learning rate. With "bsp", their means count each worker as often
         as it has rows. Workers make their own steps at full size. Default None: all parts are equal.
       devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
@@ -119,7 +123,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     Raises:
       SystemExit: On a task of type `ps`, with code 0, when the workers are done.
       TypeError: If `codec` or `snapshots` is of another type.
-      ValueError: If an argument is out of range; in the first step, if the optimizer does not go with `pushes`.
+      ValueError: If an argument is out of range; in the first step, if the optimizer does not support `pushes`.
       ClusterConfigError: If the cluster description is not valid, or has several workers and no `ps` task.
       HopError: If this rank's address cannot be bound.
       PeerLostError: On a task of type `ps`, if all workers were lost.
@@ -233,7 +237,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         super()._average_over_ranks(weights)
         known = set(map(id, weights))
         for algorithm in self.training.algorithms:
-            # The servers' model follows, with all pushes. In a custom loop, rank 0 would offer its mean before.
+            # The servers' model, with all pushes, replaces the mean next. Otherwise, in a custom loop, rank 0 would
+            # offer its mean to the servers first.
             if known.issuperset(map(id, algorithm.group.trained)) and self._is_current(algorithm):
                 algorithm.served.keep_model()
 

@@ -36,9 +36,9 @@ class ConfiguredGroup:
       retired: Workers that no longer need the group.
       has_state: True if the group has a state.
       is_under_way: True if the state is another one than rank 0's, as from a snapshot.
-      num_resumed: If this process goes on from a snapshot in place of an earlier process, in the middle of a training:
-        the number of pushes in the snapshot. Otherwise None.
-      signature: Equal for a snapshot of the same model.
+      num_resumed: The number of pushes in the snapshot, if this process replaces an earlier one in the middle of a
+        training. Otherwise None.
+      signature: Bytes that are equal for snapshots of the same model.
     """
 
     def __init__(self, configure: pb.Configure, pool: BufferPool):
@@ -131,7 +131,7 @@ class ConfiguredGroup:
         return waiting
 
     def check_goes_on(self, configure: pb.Configure) -> None:
-        """Raises HopError if a worker has answers of an earlier process that this one knows nothing of."""
+        """Raises HopError if a worker goes on with a training that this server process does not know."""
         if configure.resumes and configure.training != self.group.training:
             raise HopError(
                 "it was restarted, and has no snapshot of this training, so its state is lost. Start the job again: "

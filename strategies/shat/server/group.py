@@ -82,7 +82,7 @@ class ServedGroup:
       packing: The shard's buckets.
       consistency: The rule by which pushes are applied and answered.
       pool: The memory for means. Default: a pool of its own.
-      steps_per_push: The steps of a worker that a push is the sum of. Default 1.
+      steps_per_push: The number of a worker's steps whose sum is a push. Default 1.
 
     Attributes:
       training: The name of the training; "" if it has none.
@@ -148,7 +148,7 @@ class ServedGroup:
     # After another process served the group.
 
     def go_on(self, progress: Progress, workers: Collection[int]) -> None:
-        """Goes on with a training, in the state that was assigned, and with those of its workers that are given.
+        """Goes on with a training, from the assigned state, with those of its workers that are among `workers`.
 
         Pushes after the snapshot are unknown here, so `take_up` must follow for each worker.
         """
@@ -163,7 +163,7 @@ class ServedGroup:
             }
 
     def take_up(self, worker: int, process: str, num_answered: int, clock: int) -> list[Answer]:
-        """Lets a worker of the earlier process go on. For the arguments see `Participant`.
+        """Lets a worker of the earlier server process go on. For the arguments see `Participant.take_up`.
 
         Returns:
           The answers that are due now.
@@ -195,7 +195,7 @@ class ServedGroup:
     def _forget_statistics(self, worker: int) -> None:
         values = self._statistics.pop(worker, None)
         if values is not None and not self._statistics:
-            self._means = values.buckets  # There are no others to go on with.
+            self._means = values.buckets  # No other worker's statistics are left.
 
     def end(self) -> None:
         """Stops taking pushes, so that `state` is the last state."""

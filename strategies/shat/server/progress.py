@@ -29,7 +29,7 @@ class Participant:
     waits: bool = False
 
     def take_up(self, num_answered: int, clock: int) -> None:
-        """Takes up a worker whose last pushes may be missing in the snapshot of an earlier server process.
+        """Goes on with a worker whose last pushes may be missing from the snapshot of an earlier server process.
 
         Args:
           num_answered: The number of the worker's pushes of the session that were answered.

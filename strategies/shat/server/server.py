@@ -45,9 +45,9 @@ class ParameterServer:
     handlers wait.
 
     Memory, in vectors as long as the server's part of the model, with W workers and an optimizer that has s slots (SGD
-    0, Adam 2): (1 + s) + max(W + 1, s + 2). The first term is the state. W + 1 is a push or an answer of each worker,
-    and both of the worker whose push is applied. s + 2 is, at first, rank 0's state in a message, and the answer to it,
-    which all workers share. In addition:
+    0, Adam 2): (1 + s) + max(W + 1, s + 2). The first term is the state. W + 1 stands for a push or an answer of each
+    worker, and for both of the worker whose push is applied. s + 2 stands for rank 0's state in its message, at first,
+    and for the answer to it, which all workers share. In addition:
 
     - temporary memory of an update: a few times 4 MiB, or the largest variable if the optimizer looks at whole tensors;
       glibc may keep this memory, up to 64 MiB in a thread (MALLOC_ARENA_MAX);
@@ -246,8 +246,8 @@ class ParameterServer:
     def _have_all_restarted(self, session: int) -> bool:
         """True if all workers were started again, as the one that enters `session` was. The lock must be held.
 
-        They then count sessions from 1. The server may hear of the other workers later than this worker, which has met
-        them: a session number below the server's is enough.
+        Restarted workers count sessions from 1. This worker has met the others, but the server may hear of them later.
+        So a session number below the server's is enough.
         """
         return session < self._session or self._restarted.issuperset(self.present)
 
@@ -300,7 +300,7 @@ class ParameterServer:
         with self._lock:
             configured = self._groups.get(configure.group)
             if configured is None and worker in self._restarted and self._first_has_pushed:
-                raise MismatchError(_NOT_TRAINED)  # No worker would give the model.
+                raise MismatchError(_NOT_TRAINED)  # No worker would send the model.
         if configured is not None:
             return configured
         configured, state = ConfiguredGroup(configure, self._pool), None

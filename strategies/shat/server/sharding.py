@@ -1,6 +1,6 @@
 """The division of a model into shards, one for each server.
 
-A part of a tensor is a range of its values in row-major order. In the order of the servers, the shards contain the
+A part of a tensor is a range of its values in row-major order. The shards, in the order of the servers, contain the
 tensors in their order. So a shard is a range of each bucket (`hop_tf.tensors.packing`) of the tensors.
 """
 
@@ -16,7 +16,8 @@ from hop_tf.tensors.packing import Packing, TensorSpec
 SHARDINGS = ("memory", "layer", "none")
 # The parts of a divided tensor begin at multiples of this many bytes, as tensors do in their buckets.
 _ALIGNMENT_BYTES = 64
-# An update takes memory of a few times the piece. A piece that fits into a processor's cache is also updated faster.
+# An update takes a few times as much memory as its piece. A piece that fits into a processor's cache is also updated
+# faster.
 _MAX_PIECE_VALUES = 1 << 20
 
 

@@ -34,9 +34,9 @@ class SnapshotOptions:
     """The directory and the times of the servers' snapshots.
 
     Attributes:
-      directory: The directory in which each server writes a file for each optimizer, `ps_<index>_<group>`. It must be
-        there when a server is started again, on any machine. Started again within `timeout_seconds`, the server goes on
-        with the training. Default None: no snapshots.
+      directory: The directory in which each server writes a file for each optimizer, `ps_<index>_<group>`. A server
+        that is started again must find it, on any machine. If it is started again within `timeout_seconds`, the server
+        goes on with the training. Default None: no snapshots.
       every_seconds: The longest time between two snapshots, if there are pushes. The first push of each `fit` is
         written at once, before it is answered. Default 60.
       every_pushes: The most pushes between two snapshots, or None for no limit. Default None.

@@ -92,7 +92,7 @@ class ShardState:
 
 
 def weakly(arrays: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray] | None]:
-    """Returns a function that returns `arrays` while an owner, such as a message, holds their memory, and then None.
+    """Returns a function that returns `arrays` while an owner, such as a message, holds their memory, and later None.
 
     Args:
       arrays: The arrays. None of them is a part of another one.
