@@ -34,7 +34,7 @@ def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, .
 def relays(rank: int, world_size: int) -> list[int]:
     """The ranks at the distances 1, 2, 4, ... from `rank`, in both directions: at most 2 ceil(log2(world_size)).
 
-    News that every rank passes on to its relays reach all ranks, even if some ranks die. With up to five ranks, the
+    News that every rank passes on to its relays reaches all ranks, even if some ranks die. With up to five ranks, the
     relays are all other ranks.
     """
     distances = [sign << bit for bit in range((world_size - 1).bit_length()) for sign in (1, -1)]
@@ -101,11 +101,9 @@ class Membership(Waiting):
         self._gathered = dict.fromkeys(self.peers, 0)
         # The seed of random choices that all ranks make alike in the running session.
         self.seed = 0
-        # A claim is a name that only one rank can have. By claim in the running session: the lowest rank that has made
-        # it.
+        # Only one rank can have a claim: for each claim in the running session, the lowest rank that has made it.
         self.owners: dict[str, int] = {}
-        # Since this object was created: number of ranks that were lost, and of ranks that left a session by an
-        # exception.
+        # Ranks that were lost, and ranks that left a session by an exception, since this object was created.
         self.num_lost = self.num_left = 0
         # Times that another rank has joined again in the middle of a session.
         self.num_joined = 0

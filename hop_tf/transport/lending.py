@@ -99,11 +99,11 @@ class Lending:
         with self._lock:
             self._is_borrowed = False
             self._used_at = time.monotonic()
-            if not self._is_lent:  # Lending was ended meanwhile. Otherwise its thread has nothing to do.
+            if not self._is_lent:  # Lending was ended meanwhile. Otherwise the connection's thread stays asleep.
                 self._changed.notify_all()
 
     def note_use(self, was_of_use: bool) -> None:
-        """Records if borrowing was of use. If not, the connection's thread goes on."""
+        """Records if borrowing was of use. If it was not, the connection's thread goes on reading."""
         if was_of_use:
             self.pause_seconds /= 2
             return
