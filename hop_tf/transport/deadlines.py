@@ -43,7 +43,7 @@ def problem_of(
 
     Args:
       status: The peer's status.
-      ended: The reason why the peer has exited for good, if it has.
+      ended: The reason why the peer has exited for good; None if it has not.
       waited: Seconds waited so far.
       options: Deadlines.
       rank: The rank that waits.

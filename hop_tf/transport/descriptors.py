@@ -1,4 +1,4 @@
-"""The descriptors that connections to many peers take, and the limit on them."""
+"""The file descriptors that connections to many peers take, and the limit on them."""
 
 from __future__ import annotations
 

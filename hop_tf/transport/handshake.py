@@ -232,7 +232,7 @@ class Handshake:
             raise
 
     def _authenticate(self, data: bytes, session: Session, source: str) -> control_pb2.Hello:
-        """Returns the hello if its sender knows the token. Other senders are told only that it is wrong."""
+        """Returns the hello if its sender knows the token. Other senders get only a refusal."""
         if not self._guesses.take(source):
             reply = control_pb2.HelloReply(refusal=control_pb2.TOO_MANY_GUESSES).SerializeToString()
             raise HelloRefusedError("too many wrong cluster tokens came from that host", seal_refusal(reply))
@@ -298,7 +298,7 @@ class Handshake:
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
 
     def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
-        """True if `theirs` is of a later transport of `peer`'s process than the one that belongs to this rank's own."""
+        """True if `theirs` is of a later transport of `peer`'s process than the one that matches this rank's."""
         is_same_process = peer.incarnation is not None and process_of(peer.incarnation) == process_of(
             theirs.incarnation
         )

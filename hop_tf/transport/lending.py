@@ -72,7 +72,7 @@ class Lending:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which a thread waits for a message from the connection's thread, to borrow afterwards."""
+        """A context in which a thread waits for the connection's thread to deliver, and borrows the connection next."""
         with self._lock:
             self._num_waiting += 1
             self._is_lent = False

@@ -261,7 +261,8 @@ class Outbox:
           The connection's number, for `take`.
 
         Raises:
-          ProtocolError: If the peer cannot have received everything up to `received_sequence`.
+          ProtocolError: If the peer has forgotten messages that it had acknowledged, or reports messages that were not
+            sent.
         """
         with self._lock:
             if received_sequence < self._first_sequence() - 1:
@@ -357,7 +358,7 @@ class Outbox:
         self._message_went.notify_all()
 
     def acknowledge(self, epoch: int, sequence: int) -> None:
-        """Forgets the messages up to `sequence`, which connection `epoch` has delivered, unless that has ended.
+        """Forgets the messages up to `sequence`, which connection `epoch` has delivered, unless `epoch` has ended.
 
         Raises:
           ProtocolError: If no such message was sent.

@@ -16,7 +16,7 @@ _PAUSE_SECONDS = 0.5
 
 
 def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float) -> None:
-    """Waits until this process's own name resolves, and checks that other machines can reach the address.
+    """Waits until this process's own name resolves, and checks that other machines can reach the address found.
 
     If machines get their names as they start (Kubernetes), a name may resolve only some seconds later. On some systems,
     a machine's own name resolves to a loopback address, such as 127.0.1.1 in /etc/hosts.

@@ -77,7 +77,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, connected: socket.socket) -> SharedMemory | None:
-        """Makes memory for a connection. Returns None if it leads to another machine, or without memory."""
+        """Makes memory for a connection. Returns None if it leads to another machine, or if there is no memory."""
         if not _stays_here(connected) or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
             return None
         try:

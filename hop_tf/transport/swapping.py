@@ -24,7 +24,7 @@ from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES
 if TYPE_CHECKING:
     from hop_tf.transport.tcp_server import Lane
 
-# Longer waits are for `Membership.wait` and the connections' threads, which also notice other messages and failures.
+# Longer waits happen in `Membership.wait` and the connections' threads. They also notice other messages and failures.
 _IDLE_MILLISECONDS = 50
 _TOTAL_MILLISECONDS = 250
 
