@@ -16,12 +16,12 @@ class Departure:
     """The departure of a rank.
 
     Attributes:
-      sent_rounds: By exchange group, the number of rounds sent before.
+      sent_rounds: Number of rounds that the rank had sent, by exchange group.
       reason: The reason; "" if the rank has made all its steps.
       final: True if the rank has left for good.
-      lost: True if the rank was lost, and does not know of this departure.
+      lost: True if others found that the rank was lost. The rank itself may not know of it.
       num_rounds: Number of rounds of the session that the rank had begun; see `Membership.begin_round`.
-      failed: True if an exception has kept the rank from making the other rounds.
+      failed: True if an exception has kept the rank from making its remaining rounds.
     """
 
     sent_rounds: Mapping[str, int]
@@ -35,14 +35,14 @@ class Departure:
 class Departures:
     """The departures of others, as far as a rank knows them.
 
-    Ranks enter a session together. If a rank is in a session, or about to enter the session, all others are at least in
-    the previous session. So departures from still earlier sessions no longer matter.
+    Ranks enter a session together. If a rank is in a session or about to enter it, all other ranks have entered at
+    least the previous session. So departures from still earlier sessions no longer matter.
 
     Attributes:
       session: The running session, or the session that the rank is about to enter.
-      incarnations: By rank, the number of times that it has joined a running session. Ranks that never did are left
-        out.
-      version: A number that changes with the state. Code that caches anything derived from the state only checks this.
+      incarnations: Number of times that each rank has joined a running session. Ranks that never did are left out.
+      version: A number that changes with the state. Code that caches a value derived from the state checks only this
+        number.
     """
 
     def __init__(self):
@@ -71,7 +71,7 @@ class Departures:
 
     def ranks(self) -> set[int]:
         """The ranks that no longer take part in the running session."""
-        # Of a copy: callers without the monitor must not see a change during the iteration.
+        # Iterates over a copy, because another thread may change the dictionary: the caller need not hold the monitor.
         return {rank for session, rank in list(self._left) if session == self.session} | set(self._gone)
 
     def lost(self) -> dict[int, Departure]:
@@ -117,14 +117,14 @@ class Departures:
 
     def _is_known(self, leave: membership_pb2.Leave) -> bool:
         gone = self._gone.get(leave.rank)
-        if leave.lost:  # Counts even after a departure: messages in flight will never come.
+        if leave.lost:  # A loss counts even after a departure: messages in flight will never come.
             return gone is not None and gone.lost
         if leave.final:
             return gone is not None
         return self._is_past(leave.session) or (leave.session, leave.rank) in self._left
 
     def leave_of(self, rank: int, departure: Departure, incarnation: int | None = None) -> membership_pb2.Leave:
-        """The message about a departure from the running session. Default incarnation: the one that is known."""
+        """The message about a departure from the running session. Default incarnation: the known one."""
         return membership_pb2.Leave(
             rank=rank,
             session=self.session,

@@ -1,4 +1,4 @@
-"""`Judge`: decides if a silent peer is lost, or if this rank is cut off. `Quorum`: the ranks that must be left.
+"""`Judge`: decides if a silent peer is lost, or if this rank is cut off. `Quorum`: counts the ranks that remain.
 
 Nothing here waits, or records that a rank is lost. Silent ranks may be asked.
 """
@@ -17,7 +17,7 @@ from hop_tf.transport.deadlines import problem_of
 
 
 class Quorum:
-    """Counts the ranks that are left.
+    """Counts the remaining ranks.
 
     Args:
       departures: The ranks that no longer take part.
@@ -37,7 +37,7 @@ class Quorum:
         return {rank: each.reason for rank, each in departures.items() if each and (each.lost or each.failed)}
 
     def too_few_without(self, num_unheard: int) -> str:
-        """The message if too few ranks would be left without `num_unheard` further ones; otherwise ""."""
+        """The error text if too few ranks would remain without `num_unheard` further ones; otherwise ""."""
         num_left = self._world_size - len(self.missing()) - num_unheard
         if num_left >= self._min_ranks:
             return ""
@@ -45,7 +45,7 @@ class Quorum:
 
 
 class Verdict(NamedTuple):
-    """The error that ends waiting for a peer, or None. If it says that this rank is cut off, `is_cut_off` is true."""
+    """The error that ends waiting for a peer, or None. `is_cut_off`: the error is that this rank is cut off."""
 
     error: Exception | None
     is_cut_off: bool = False
@@ -55,14 +55,15 @@ class Judge:
     """Decides for how long to wait for a peer.
 
     Args:
-      transport: Knows when each peer was heard.
+      transport: Knows when each peer was last heard.
       options: Deadlines.
       departures: The ranks that no longer take part.
-      quorum: The number of ranks that must be left.
+      quorum: The number of ranks that must remain.
       peers: The ranks that this rank communicates with directly.
       name_of: Returns a peer's name, for messages.
       can_go_on_without: `can_go_on_without(peer, step)` is true if the others would go on without that peer.
-      patience: The shorter patience with ranks that are silent; None for the deadlines of `options` only.
+      patience: The patience with silent ranks, shorter than the deadlines of `options`. None: only these deadlines
+        count.
     """
 
     def __init__(
@@ -104,14 +105,15 @@ class Judge:
           operation: The operation that waits, for error messages.
           step: The training step; None outside of a step.
           asks: See `Patience.discount`. If true, the monitor must be held.
-          is_joining: True if this rank is about to join. It leaves no rank behind: the others would not believe it.
+          is_joining: True if this rank is about to join. Then no patience applies: the others would ignore the news of
+            a loss from this rank.
         """
         end = self._departures.end_of(peer)
         status = self._status_of(peer, asks)
         can_go_on = self._can_go_on_without(peer, step)
         has_patience = self._patience is not None and can_go_on and not is_joining
         if has_patience and asks and status.silent_seconds >= self._patience.ask_seconds:
-            self._statuses_of_present(asks)  # Asks them: their answers will tell which rank is cut off.
+            self._statuses_of_present(asks)  # Asks all of them: their answers will show which rank is cut off.
         error = problem_of(
             status,
             None if end is None else end.reason,
@@ -130,16 +132,18 @@ class Judge:
     def _doubt(self, status: PeerStatus, error: PeerLostError, asks: bool) -> Verdict:
         """Decides if a silent peer is lost, or if this rank is cut off, because it hears too few others to go on.
 
-        A rank that is cut off may still be heard. So it does not tell the others that they are lost, and fails itself.
-        With a patience, it waits for `timeout_seconds` before it fails: the others may be heard again, and let it join.
+        The others may still hear a rank that is cut off. So this rank does not tell them that they are lost, and fails
+        itself. With a patience, it waits for `timeout_seconds` before it fails: it may hear the others again, and join
+        them.
 
         Returns:
-          `error` if enough others are heard, no error while that is not certain, or that this rank is cut off.
+          `error` if enough others are heard; no error while that is not certain; otherwise the error that this rank is
+          cut off.
         """
         limit_seconds = self._options.timeout_seconds
         silence_seconds = limit_seconds if self._patience is None else self._patience.seconds
         present = self._statuses_of_present(asks)
-        # A living rank is heard several times in half of the time, or was asked before.
+        # Half of the time is enough: a living rank is heard several times in it, or was asked before.
         unheard = [peer for peer, each in present.items() if each.silent_seconds > silence_seconds / 2]
         too_few = self._quorum.too_few_without(len(unheard))
         if not too_few or not status.was_silent_for(silence_seconds):

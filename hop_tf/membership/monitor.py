@@ -35,7 +35,8 @@ class Monitor(abc.ABC):
         """Releases the lock until notified, then takes it again. The lock must be held.
 
         Args:
-          timeout_seconds: Time after which the caller checks conditions that come without a notification.
+          timeout_seconds: Longest wait without a notification. The caller then checks conditions that cause no
+            notification.
           deadline: The latest end of the wait, on this clock.
         """
 

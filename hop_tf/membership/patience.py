@@ -1,4 +1,4 @@
-"""`Patience`: the time for which ranks that go on without a lost rank wait for a silent rank. `Questions`: asks it."""
+"""`Patience`: the silence after which ranks go on without a silent rank. `Questions`: asks silent ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_GAP_SECONDS = 1.0
 
 
 class Questions:
-    """Asks ranks if they are there, by an empty message, which their transports acknowledge even during computation.
+    """Asks ranks if they are alive, by empty messages. Transports acknowledge these even while their ranks compute.
 
     Methods are called with the monitor held.
 
@@ -42,7 +42,9 @@ class Questions:
         self._asked_at.clear()
 
     def seconds_unanswered(self, rank: int, silent_seconds: float) -> float:
-        """Returns the seconds since a rank was asked. If it was heard since then, asks it again and returns 0.
+        """Returns the seconds since a rank was asked.
+
+        If the rank was never asked, or was heard since then, this call asks it and returns 0.
 
         Args:
           rank: The rank.
@@ -61,7 +63,7 @@ class Questions:
 
 
 class Patience:
-    """Distinguishes a silent rank from a rank that this process could not hear, because it was stopped itself.
+    """Distinguishes silent ranks from ranks that this process could not hear because this process itself was stopped.
 
     A process that wakes finds all others silent until its threads have read the messages that came meanwhile. So
     silence counts only since this process was last stopped. A rank that is silent for a quarter of the patience is
@@ -75,7 +77,7 @@ class Patience:
     Attributes:
       seconds: As above.
       ask_seconds: Silence after which a rank is asked.
-      look_seconds: Interval at which a rank that waits has to check.
+      look_seconds: Interval at which a waiting rank must check for silence.
     """
 
     def __init__(self, seconds: float, now: Callable[[], float], questions: Questions):
@@ -88,12 +90,13 @@ class Patience:
         self._looked_at = self._awake_since = now()
 
     def discount(self, rank: int, status: PeerStatus, *, asks: bool = True) -> PeerStatus:
-        """Returns the `status` of a rank, with the silence that counts. If a rank was never met, its status stays.
+        """Returns the `status` of a rank, with the silence that counts. The status of a rank that was never met stays.
 
         Args:
           rank: The rank.
           status: Its status, which was read just now.
-          asks: True if the rank may be asked. Otherwise all of its silence counts, because messages were sent to it.
+          asks: True if the rank may be asked. Otherwise all of its silence counts, because messages that were sent to
+            it ask it, too.
         """
         now = self._now()
         if now - self._looked_at > self._gap_seconds:

@@ -1,11 +1,11 @@
-"""`Rounds`: ranks bring each other small values, between steps, and agree on their result.
+"""`Rounds`: ranks exchange small values between steps, and agree on a result.
 
-Rounds of one name are numbered. In a round, each rank announces a value. Then it waits until each other rank has
-announced its own value, or will not do so: that rank is in a later round, or has ended its rounds, or has left.
+Rounds of one name are numbered. In a round, each rank announces a value. Then it waits for each other rank, until that
+rank has announced its own value, is in a later round, has ended its rounds, or has left.
 
-A rank that waits takes no step. Another rank may need that step to come to its own next round. Both would wait forever.
-So each announcement carries the progress of its sender. A rank that makes more progress skips that round, and says so
-at once. So ranks need not know in advance how many steps there are between two rounds.
+A rank that waits takes no step. If another rank needs that step to come to its own next round, both would wait forever.
+So each announcement carries the progress of its sender. A rank that makes more progress skips that round, and tells the
+sender so at once. So ranks need not know in advance how many steps there are between two rounds.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hop_tf.membership.session_queue import SessionQueue
 from hop_tf.membership.waiting import LeftBehind
 from hop_tf.transport.base import Message
 
-# The kind of a message, and a number. A value is followed by the progress of its sender, as JSON.
+# The kind of a message, and a number. In the header of a value, the progress of its sender follows, as JSON.
 _HEAD = struct.Struct("<Bq")
 _NEVER = 1 << 62  # Beyond the numbers of all rounds.
 
 
 class _Kind(enum.IntEnum):
     VALUE = 0
-    REACHED = 1  # The sender will announce nothing below the number.
+    REACHED = 1  # The sender will announce nothing below this number.
 
 
 class Rounds:
@@ -43,18 +43,19 @@ class Rounds:
       membership: Waiting and transport.
       name: The subject, for errors. It also names the messages, and these rounds in `Membership.leave`.
       root: The rank that decides; see `decide`. None: ranks call `gather`.
-      answer: Returns this rank's value if another rank begins a round first. This rank then announces the value at
-        once. Called with the monitor held. None: each rank begins its rounds by itself.
+      answer: Called, with the monitor held, if another rank begins a round first. Returns this rank's value, which is
+        then announced at once. None: each rank begins its rounds by itself.
       progress: Returns this rank's progress, for instance its number of steps by group.
-      has_passed: Given another rank's progress, True if this rank has made more. May be called from any thread.
+      has_passed: Called with another rank's progress. Returns True if this rank has made more. May be called from any
+        thread.
 
     Attributes:
       name: The argument.
       rank: This rank.
       others: The ranks that this one exchanges values with.
-      is_asked: True if a rank waits for this one, which was not beyond that rank's progress when it was asked. A thread
-        that makes progress then calls `look_again`.
-      sent_rounds: For the message with which this rank leaves: the number after its last announcement.
+      is_asked: True if another rank waits for this one, and this rank had not made more progress when it was asked. A
+        thread that makes progress then calls `look_again`.
+      sent_rounds: The number after this rank's last announcement, for the message with which this rank leaves.
     """
 
     def __init__(
@@ -103,14 +104,14 @@ class Rounds:
         return self.collect(number)
 
     def collect(self, number: int) -> dict[int, bytes]:
-        """The values of all ranks in a round that this rank has begun: by rank, in the order of ranks. Forgets them.
+        """The values of all ranks in a round that this rank has begun, by rank in ascending order. Forgets the values.
 
         Blocks: until each other rank has announced its value, has skipped the round, has ended, or has left.
 
         Raises:
           HopError: As `Membership.wait` does.
         """
-        with contextlib.suppress(LeftBehind):  # Then this rank agrees with those that it has heard.
+        with contextlib.suppress(LeftBehind):  # Then this rank uses the values that it has.
             self._wait(number, number)
         with self._membership.monitor:
             values = dict(sorted(self._values[number].items()))
@@ -120,8 +121,9 @@ class Rounds:
     def decide(self, number: int, value: bytes, choose: Callable[[Mapping[int, bytes]], bytes]) -> bytes | None:
         """The root's latest decision; None without a new one. The root decides in the order of its own rounds.
 
-        The root also counts the value of a rank that waits in an earlier round, and that rank takes a decision of a
-        later round. If the root has left, there is no decision. A rank that takes no part gets decisions that come.
+        If a rank waits in an earlier round than the root's, the root counts that rank's value, and the rank takes the
+        root's decision. If the root has left, there is no decision. A rank that takes no part returns the latest
+        decision that has come.
 
         Args:
           number: The round. Numbers rise from call to call.
@@ -133,7 +135,7 @@ class Rounds:
         Raises:
           HopError: As `Membership.wait` does.
         """
-        with contextlib.suppress(LeftBehind):  # Then this rank takes a decision that it knows.
+        with contextlib.suppress(LeftBehind):  # Then this rank takes the latest decision that it knows.
             if self.takes_part and self.rank == self._root:
                 self._wait(number, self.sent_rounds)
                 with self._membership.monitor:
@@ -156,7 +158,7 @@ class Rounds:
             tell()
 
     def end(self) -> None:
-        """Ends this rank's announcements: it may still have to wait for others, which must not wait for it."""
+        """Ends this rank's announcements. The others no longer wait for this rank, even if it still waits for them."""
         self._tell_all(_Kind.REACHED, _NEVER)
 
     def has_ended(self, rank: int) -> bool:
@@ -164,12 +166,12 @@ class Rounds:
         return self._is_new(rank) or self._reached[rank] == _NEVER
 
     def look_again(self) -> None:
-        """Tells each waiting rank whose round this rank skips that it does so. Called from any thread."""
+        """Tells each waiting rank if this rank skips its round. Called from any thread."""
         with self._membership.monitor:
             passed = [rank for rank, (_, progress) in self._asking.items() if self._has_passed(progress)]
             numbers = {rank: self._asking.pop(rank)[0] for rank in passed}
             session, self.is_asked = self._queue.session, bool(self._asking)
-            for rank, number in numbers.items():  # It goes on after this message, so this rank must not wait for it.
+            for rank, number in numbers.items():  # The other rank goes on after this message. Do not wait for it.
                 self._reached[rank] = max(self._reached[rank], number + 1)
             self._membership.monitor.notify_all()
         for rank, number in numbers.items():
@@ -184,7 +186,7 @@ class Rounds:
 
     def _answered(self, number: int) -> Callable[[], None]:
         """Begins a round with the value of `answer`. Returns a function that tells the others."""
-        value, session = self._answer(), self._queue.session  # The answer belongs to it, however late it is sent.
+        value, session = self._answer(), self._queue.session  # The session of the answer, however late it is sent.
         self._note_own(number, value)
         self.sent_rounds = number + 1
         return lambda: self._tell_all(_Kind.VALUE, number, value, interruptible=False, session=session)
@@ -221,7 +223,7 @@ class Rounds:
 
     def _tell_all(self, kind: _Kind, number: int, value: bytes = b"", **how) -> None:
         progress = json.dumps(dict(self._progress())).encode() if kind is _Kind.VALUE else b""
-        is_root = self.rank == self._root  # Then ranks that have joined get the decisions, too.
+        is_root = self.rank == self._root  # The root tells its decisions to ranks that have joined, too.
         for rank in self.others:
             if self._membership.departure(rank) is None and (is_root or not self.has_ended(rank)):
                 self._tell(rank, kind, number, progress, value, **how)
@@ -256,7 +258,8 @@ class Rounds:
             return None
         if self._answer is not None:
             return self._answered(number)
-        # In this order: a thread that makes progress first records it, and then checks if this rank is asked.
+        # First set, then checked, so that no question is lost: a thread first records its progress, and then reads
+        # `is_asked`.
         progress = json.loads(header[_HEAD.size :])
         self._asking[sender], self.is_asked = (number, progress), True
         return self.look_again if self._has_passed(progress) else None

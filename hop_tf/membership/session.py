@@ -32,9 +32,9 @@ def tree_neighbors(rank: int, world_size: int) -> tuple[int | None, tuple[int, .
 
 
 def relays(rank: int, world_size: int) -> list[int]:
-    """The ranks at the distances 1, 2, 4, ... from `rank`, both ways: at most 2 log2(world_size), rounded up.
+    """The ranks at the distances 1, 2, 4, ... from `rank`, in both directions: at most 2 ceil(log2(world_size)).
 
-    News that every rank passes on to its relays reach all ranks, even if some ranks die. With up to five ranks, the
+    News that every rank passes on to its relays reaches all ranks, even if some ranks die. With up to five ranks, the
     relays are all other ranks.
     """
     distances = [sign << bit for bit in range((world_size - 1).bit_length()) for sign in (1, -1)]
@@ -50,7 +50,7 @@ class Membership(Waiting):
       options: Deadlines.
       world_size: Number of ranks.
       peers: Ranks that this rank communicates with, besides its neighbors in the tree of `tree_neighbors`. None, the
-        default, stands for all ranks, on all ranks.
+        default, stands for all ranks. It must then be None on all ranks.
       continue_without_lost: True if a rank that is lost within a step counts as one that has left. Otherwise the loss
         is an error.
       min_ranks: The least number of remaining ranks, this one included. Lost and failed ranks do not count. With fewer
@@ -99,11 +99,11 @@ class Membership(Waiting):
         self._all_are_peers = peers is None
         self._ready = dict.fromkeys(self.peers, 0)
         self._gathered = dict.fromkeys(self.peers, 0)
-        # The seed of common random choices of all ranks in the running session.
+        # The seed of random choices that all ranks make alike in the running session.
         self.seed = 0
-        # For each claim in the running session, which only one rank can have, the lowest rank that has made it.
+        # Only one rank can have a claim: for each claim in the running session, the lowest rank that has made it.
         self.owners: dict[str, int] = {}
-        # Since this was created: ranks that were lost, and ranks that left a session by an exception.
+        # Ranks that were lost, and ranks that left a session by an exception, since this object was created.
         self.num_lost = self.num_left = 0
         # Times that another rank has joined again in the middle of a session.
         self.num_joined = 0
@@ -113,8 +113,8 @@ class Membership(Waiting):
         self._missed: collections.Counter[int] = collections.Counter()  # Rounds missed by ranks that take part again.
         self._begun_session = 0
         self._has_gathered = False
-        # News of ends before this rank's first session. They count only if the news is about that session: the others
-        # may be in a running session, and may have lost this rank's previous process.
+        # Departures that this rank has heard of before its first session. They count only if all ranks begin that
+        # session together. If this rank joins a running session instead, they happened before it took part.
         self._heard_early: list[membership_pb2.Leave] = []
         self._left: membership_pb2.Leave | None = None
         transport.register(_READY, self._on_ready)
@@ -127,8 +127,9 @@ class Membership(Waiting):
         """Enters the next session together with all ranks. Sets `joining` if the others are in a running session.
 
         Args:
-          seed: The value of `self.seed` on all ranks; rank 0's counts. At least 0, below 2^63. Default 0.
-          claims: Names that this rank claims for itself. On all ranks, `self.owners` tells the rank that gets each.
+          seed: Only rank 0's value counts: it becomes `self.seed` on all ranks. At least 0, below 2^63. Default 0.
+          claims: Names that this rank claims for itself. Afterwards, `self.owners` tells on all ranks which rank got
+            each name.
 
         Blocks: until every rank is about to enter the session, too.
 
@@ -165,7 +166,7 @@ class Membership(Waiting):
                 self._tell_gathered(child)
 
     def _await_gathered(self, ranks: Sequence[int]) -> None:
-        # Does not wait for a rank that was ready, and has left before all were.
+        # Does not wait for a rank that was ready, and has left before all ranks were ready.
         self._await(lambda: [r for r in ranks if self._gathered[r] < self.session and self.departure(r) is None])
 
     def _await(self, missing: Callable[[], Collection[int]]) -> None:
@@ -233,7 +234,7 @@ class Membership(Waiting):
           PeerFailedError: If a rank has failed before this round, and ranks do not go on without a lost rank.
         """
         with self.monitor:
-            self.num_rounds = max(self.num_rounds, number + 1)  # Rounds of threads and groups are not in order.
+            self.num_rounds = max(self.num_rounds, number + 1)  # Threads and groups may begin rounds out of order.
             for rank in () if self.continue_without_lost else sorted(self.departed()):
                 departure = self.departure(rank)
                 if departure.failed and departure.num_rounds <= number:
@@ -243,7 +244,7 @@ class Membership(Waiting):
                     )
 
     def hear_of_lost(self, server: int, lost: Mapping[int, str]) -> None:
-        """Takes the ranks that a parameter server goes on without, with reasons. New ones are logged and counted."""
+        """Records the ranks that a parameter server goes on without, with reasons. Logs and counts new ones."""
         with self.monitor:
             known = set().union(*self._lost_to.values())
             self._lost_to[server] = set(lost)
@@ -262,7 +263,7 @@ class Membership(Waiting):
         return missing - {self.rank}
 
     def missed_share(self) -> dict[int, float]:
-        """By rank, the part of this rank's rounds that the rank has missed. Only ranks that have missed some."""
+        """The fraction of this rank's rounds that each other rank has missed. Only ranks that have missed some."""
         with self.monitor:
             missed = collections.Counter(self._missed)
             for rank in self.departed():
@@ -303,7 +304,7 @@ class Membership(Waiting):
         self.notify(newcomer, _READY, ready.SerializeToString())
 
     def tell_of_lost(self, rank: int) -> None:
-        """Tells a rank the ranks that count as lost here, before the next message to it on lane 0.
+        """Tells a rank which ranks count as lost here. It hears of them before the next message on lane 0.
 
         Former processes of ranks that take part again count as lost, too. Does not block for long.
         """
@@ -357,7 +358,7 @@ class Membership(Waiting):
         if rank in self.peers and self.transport.status(rank).incarnation not in (None, join.transport_incarnation):
             return False
         departure = self.departure(rank)
-        if departure is None:  # The loss of its former process, or former part, was not heard yet.
+        if departure is None:  # This rank has not heard yet that the former incarnation was lost.
             self.num_lost += 1
         elif join.first_steps:
             self._missed[rank] += max(0, min(join.first_steps.values()) - departure.num_rounds)
@@ -485,13 +486,13 @@ class Membership(Waiting):
             self.recorder.add_line(kind.name.lower(), rank=rank, reason=reason)
 
     def _note_missing(self, leave: membership_pb2.Leave, what: str) -> None:
-        """Logs that a rank is missing. Fails if too few ranks are left: they may be the ones that were cut off."""
+        """Logs that a rank is missing. Fails if too few ranks remain: these may be the ones that are cut off."""
         if self._failure is not None or self._left is not None:
             return  # This rank itself does not go on.
         missing = self._quorum.missing()
         if too_few := self._quorum.too_few_without(0):
             reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in missing.items())
-            self.is_given_up = True  # Ranks that train on do so without this one.
+            self.is_given_up = True  # Other ranks that train on do so without this one.
             self.fail(
                 PeerLostError(
                     f"rank {self.rank}: {too_few} The missing ranks may train on, on the other side of a network "
@@ -511,7 +512,7 @@ class Membership(Waiting):
         )
 
     def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
-        # A rank that counts as lost may live, and has to hear of it.
+        # A rank that counts as lost may be alive, and must hear that it does.
         itself = None if leave.lost else leave.rank
         data = leave.SerializeToString()
         self._notify_all(self._receivers_of(leave), LEAVE_QUEUE, data, except_for=(learned_from, itself))

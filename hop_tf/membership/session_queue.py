@@ -16,8 +16,8 @@ _HEAD = struct.Struct("<qq")  # The session, and the receiver's incarnation. The
 class SessionQueue:
     """A queue whose handler gets only messages of the running session, for this incarnation of the rank.
 
-    Messages do not come too early: a rank announces that it is ready for a session when its queues are in it. The
-    transport drops messages of a former process of the sender.
+    Messages do not come too early: a rank announces that it is ready for a session only after its queues have entered
+    it. The transport drops messages of a former process of the sender.
 
     Attributes:
       session: The running session. Set with the monitor held.

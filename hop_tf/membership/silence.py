@@ -24,11 +24,11 @@ class Silence:
 
     Only awaited ranks are checked, so that ordinary steps cost nothing. A rank that was not heard for some tenths of a
     second gets an empty message, which its transport acknowledges. If no answer comes, the rank is silent. Its silence
-    ends when it is heard again, is lost or has left. Ranks have to wait for a lost rank, so that the others hear of the
-    loss. Methods are called with the monitor held.
+    ends when it is heard again, is lost or has left. A lost rank is not among the silent ones: a rank that waits for it
+    finds the loss, and tells the others. Methods are called with the monitor held.
 
     Args:
-      membership: Knows when a rank was heard.
+      membership: Knows when a rank was last heard.
       name: Name of the queue of empty messages, equal on all ranks.
       on_heard: Called with a rank that is no longer silent.
 

@@ -21,11 +21,11 @@ from hop_tf.records import Kind, Recorder
 from hop_tf.transport.base import PeerStatus, Transport
 from hop_tf.transport.deadlines import is_dead
 
-# Interval at which a waiting rank checks for silence, which, unlike messages, wakes no thread.
+# Interval at which a waiting rank checks for silence. Unlike a message, silence wakes no thread.
 _LIVENESS_PERIOD_SECONDS = 0.25
 # Interval at which a rank that waits for its last messages to arrive checks if the receiver still listens.
 _FLUSH_PERIOD_SECONDS = 0.1
-# A wait is a stall after this part of `progress_timeout_seconds`, or after `timeout_seconds` if that is less.
+# A wait is a stall after this fraction of `progress_timeout_seconds`, or after `timeout_seconds` if that is less.
 _STALL_SHARE = 0.25
 
 
@@ -42,7 +42,7 @@ class _NoUse(Exception):
 
 
 class Waiting(abc.ABC):
-    """All waiting of a rank for others, or for room for messages to them.
+    """All of a rank's waiting: for others, or for room for messages to them.
 
     A wait ends when the awaited messages have come, or when an awaited rank is lost. A wait also ends when this rank
     leaves the session (`interrupt`), or when the job fails (`fail`).
@@ -57,11 +57,11 @@ class Waiting(abc.ABC):
       min_ranks: The least number of remaining ranks, this one included. Lost and failed ranks do not count.
       continue_without_lost: True if a rank that is lost within a step counts as one that has left. Otherwise the loss
         is an error.
-      patience_seconds: Silence after which the others go on without a rank, which joins them when it wakes. None: the
-        timeouts of `options` count, and a rank that wakes fails.
+      patience_seconds: Silence after which the others go on without a rank. The rank joins them again when it wakes.
+        None: the timeouts of `options` count, and a rank that wakes after them fails.
       recorder: Records waits, losses and returns, or None.
-      on_stall: Called, without the monitor held, with a description of a long wait: of a quarter of
-        `progress_timeout_seconds`, or of `timeout_seconds` if that is less. If several threads wait, only one calls it.
+      on_stall: Called, without the monitor held, with a description of a wait that has lasted a quarter of
+        `progress_timeout_seconds`, or `timeout_seconds` if that is less. If several threads wait, only one calls it.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Waiting(abc.ABC):
 
     @property
     def incarnations(self) -> dict[int, int]:
-        """`incarnation_of` all ranks, this one included; ranks that never joined may be left out."""
+        """The incarnation of each rank, this one included. Ranks that never joined may be left out."""
         return {**self._departures.incarnations, self.rank: self.present_incarnation}
 
     def delivers(self, rank: int, group: str, number: int) -> bool:
@@ -190,8 +190,8 @@ class Waiting(abc.ABC):
     def wait_seconds_by_peer(self) -> dict[str, float]:
         """The seconds that steps have waited for each rank ("rank_2") or server ("ps_0").
 
-        If several were missing until the end of a wait, each counts for an equal part. The times of threads that wait
-        at the same time add up.
+        If several were missing until the end of a wait, its time is divided equally among them. The times of threads
+        that wait at the same time add up.
         """
         with self.monitor:
             seconds = sorted(self._wait_seconds.items())
@@ -200,7 +200,7 @@ class Waiting(abc.ABC):
     # Ending all waits.
 
     def interrupt(self) -> None:
-        """Ends every `wait` of this rank with `Interrupted`, until it has left."""
+        """Ends every `wait` of this rank with `Interrupted`, until the rank has left the session."""
         with self.monitor:
             self._interrupted = True
             self.monitor.notify_all()
@@ -208,7 +208,7 @@ class Waiting(abc.ABC):
     def fail(self, error: BaseException) -> None:
         """Ends every `wait` of this rank, now and later, with `error`. The first error is kept.
 
-        The error is logged once, even if several threads fail by it.
+        The error is logged once, even if several threads fail with it.
         """
         with self.monitor:
             if str(error) != str(self._failure):
@@ -260,7 +260,7 @@ class Waiting(abc.ABC):
 
         Raises:
           PeerLostError: If a missing rank was silent for `timeout_seconds`, or was restarted. If ranks go on without a
-            lost rank, only if it is still missing after its loss is recorded.
+            lost rank, the call raises only if that rank is still missing after its loss is recorded.
           DeadlineExceededError: If a missing rank never appeared within `timeout_seconds`, or is alive but did not
             deliver within `progress_timeout_seconds`.
           HopError: If the job was aborted meanwhile.
@@ -342,7 +342,7 @@ class Waiting(abc.ABC):
                     if error is None:
                         continue
                     end = self._departures.end_of(peer)
-                    is_known = end is not None and end.lost  # The wait does not end by its loss, so it must fail.
+                    is_known = end is not None and end.lost  # Its loss has not ended the wait, so the wait must fail.
                     if is_known or not self._goes_on_after(peer, step, error):
                         self._note_cause(peer, error)
                         raise error
@@ -359,7 +359,7 @@ class Waiting(abc.ABC):
                 self.monitor.wait(self._look_seconds)
 
     def _is_look_due(self, looked: tuple[int, int, float] | None) -> bool:
-        """True if a wait is to check all awaited ranks. It need not do so after each message: n^2 checks for n ranks.
+        """True if a wait must now check all awaited ranks. Checks after each message would be n^2 checks for n ranks.
 
         Args:
           looked: Version, number of looks, and time of the last check. None: there was none.
@@ -403,7 +403,7 @@ class Waiting(abc.ABC):
         return leave
 
     def is_past_hope(self, peer: int) -> bool:
-        """True if waiting for a peer would end now, because it is lost."""
+        """True if waiting for a peer would end now, because the peer is lost."""
         return self._problem(peer, 0.0, "", None) is not None
 
     def _problem(
@@ -437,7 +437,7 @@ class Waiting(abc.ABC):
           header: See `Transport.send`.
           payload: See `Transport.send`.
           lane: See `Transport.send`.
-          step: The step. As in `wait`, ranks go on without a lost rank only within a step, if at all.
+          step: The step, or None outside of a step. Ranks go on without a lost rank only within a step.
           interruptible: See `wait`.
           supersedes: See `Transport.send`.
 
@@ -457,7 +457,7 @@ class Waiting(abc.ABC):
         def check() -> None:
             if interruptible:
                 self.check_interrupted()
-            # Between two sessions, all ranks have left the last one.
+            # Between two sessions, all ranks have left the last one, and still send.
             if self._failure is not None or (self.departure(peer) is not None and not self.has_left):
                 raise _NoUse
             problem = self._problem(peer, self.monitor.now() - start, f"send to {queue!r}", step, asks=False)

@@ -1,7 +1,7 @@
 """`Transport`: named queues between ranks, the only way in which ranks communicate.
 
-A transport moves messages. It knows nothing of training: no steps, no scheme. Every implementation (gRPC between
-processes, in-process for tests, simulated time) passes the same contract suite.
+A transport moves messages. It knows nothing of training: no steps, no scheme. Every implementation (gRPC and sockets
+between processes, threads of one process for tests, simulated time) passes the same contract suite.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class PeerStatus:
     Attributes:
       address: The peer's address, "host:port".
       connected: True if a link to or from the peer is up now.
-      silent_seconds: Time since anything was heard of the peer; time since `connect` if nothing ever was.
+      silent_seconds: Time since anything came from the peer; time since `connect` if nothing ever came.
       incarnation: Incarnation of the peer's transport that messages go to now; None if the peer was never met.
       failure: An error that waiting cannot mend (the peer disagrees with this rank, or was restarted); otherwise None.
       last_problem: The latest connection problem in words ("connection refused"), for error messages; otherwise "".
-      refused_seconds: Time since connections to the peer's address are refused, without any sign of the peer meanwhile:
+      refused_seconds: Time for which the peer's address has refused connections, without any sign of life meanwhile:
         the process has died. Otherwise 0.0.
       round_trip_seconds: Time until a heartbeat is answered, smoothed; 0.0 while it is unknown.
       unreached_seconds: Time for which this rank has tried in vain to open a connection to the peer. Messages from the
         peer may still arrive meanwhile.
       unreached_by_seconds: Time for which the peer, as it reports, has tried in vain to open a connection to this rank.
-      problem_there: The peer's reason, in its words.
+      problem_there: The peer's reason for `unreached_by_seconds`, in its words.
       may_return: True if another process may take the peer's place: see `Transport.expect_return`.
     """
 
@@ -83,11 +83,11 @@ class PeerStatus:
         return self.incarnation is not None
 
     def was_silent_for(self, seconds: float) -> bool:
-        """True if nothing was heard of the peer for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
+        """True if nothing came from the peer for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
         return self.silent_seconds > self._allow(seconds)
 
     def was_refused_for(self, seconds: float) -> bool:
-        """True if connections are refused there for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
+        """True if the address has refused connections for `seconds` plus 8 round trips, but at most 2 * `seconds`."""
         return self.refused_seconds > self._allow(seconds)
 
     def was_unreached_for(self, seconds: float) -> bool:
@@ -191,14 +191,14 @@ class Transport(abc.ABC):
         connection cannot fill a long link, messages are spread over several. The payload is the concatenation of the
         arrays' bytes. The arrays are read after `send` has returned. Do not modify them.
 
-        A message that `supersedes` replaces a message to the same queue on this lane whose sending has not begun. So at
-        most one such message waits, besides those in flight, however slow the peer is.
+        With `supersedes`, the message replaces a message to the same queue on this lane whose sending has not begun. So
+        at most one such message waits, besides those in flight, however slow the peer is.
 
         Returns:
-          True if an older message was replaced, and is never sent.
+          True if an older message was replaced. That message is never sent.
 
         Blocks: while too much is queued for this lane. The wait ends when the peer takes messages, when the peer is
-        lost, at `close`, or when `check` raises. `check` is called repeatedly meanwhile. A message that `supersedes`
+        lost, at `close`, or when `check` raises. `check` is called repeatedly meanwhile. With `supersedes`, the call
         never blocks.
 
         Raises:
@@ -222,8 +222,8 @@ class Transport(abc.ABC):
 
         Args:
           queue: The queue of all messages. Its handler does not get the messages that are received here.
-          to_send: The messages to send, each to another peer.
-          expected: The messages to receive, each from another sender, and each the sender's next one on the lane.
+          to_send: The messages to send, each to a different peer.
+          expected: The messages to receive, each from a different sender, and each the sender's next one on the lane.
           lane: The lane, or None as for `send`.
           send: Called with a message that cannot be written at once, to send it.
 

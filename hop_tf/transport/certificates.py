@@ -1,4 +1,4 @@
-"""TLS: this process's certificate, which may be renewed while it runs, and the names in a peer's certificate."""
+"""TLS: this process's certificate, which may be renewed at run time, and the names in a peer's certificate."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def certificate_names(auth_context: Mapping[str, Sequence[bytes]]) -> frozenset[
 
 
 def names_host(names: frozenset[str], host: str) -> bool:
-    """True if one of the names is that of the host, as TLS compares them: '*' may stand for a name's first part."""
+    """True if one of the names matches the host, as in TLS: '*' may stand for a name's first part."""
     if _address(host) is not None:
         return any(_address(name) == _address(host) for name in names)
     wanted = host.lower().rstrip(".")

@@ -1,9 +1,10 @@
 """`Checksums`: verify that frames come from the peer of a connection, whole and in order.
 
 A checksum is a keyed BLAKE2b of 64 bits over the frame's number, its beginning, and its payload. BLAKE2b takes a second
-for each GB. So instead of the payload it gets a fast keyed hash of each full block (`BlockHash`), and the rest. An
-attacker without the key guesses a frame's checksum with a probability of 2^-64. Changing the blocks of a sent frame
-without changing its checksum succeeds with a probability of 2^-32. Each attempt ends the connection and its key.
+for each GB. So it does not hash the payload itself, but a fast keyed hash of each full block (`BlockHash`), and the
+rest of the payload. An attacker without the key guesses a frame's checksum with a probability of 2^-64. Changing the
+blocks of a sent frame without changing its checksum succeeds with a probability of 2^-32. Each attempt ends the
+connection and its key.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Checksums:
         self.num_frames = 0
 
     def begin(self, start: bytes) -> Checksum:
-        """Begins the checksum of the next frame, which begins with `start`. Its payload has to be added."""
+        """Begins the checksum of the next frame, which begins with `start`. The caller then adds its payload."""
         return Checksum(self._begin(start), self._blocks)
 
     def of(self, frame: bytes) -> bytes:

@@ -24,23 +24,23 @@ from hop_tf.transport.framing import HEAD_BYTES, Frame, Head, Outgoing, decode_h
 from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES, PeerMemory, SharedMemory
 
 # Packets come in bundles of 64 KiB at most. Letting the kernel gather many costs less than waking Python for each. On a
-# slow connection the kernel gathers fewer, so that signs of life come in between.
+# slow connection the kernel gathers fewer: each read is also a sign of life.
 _READ_BYTES, _SLOW_READ_BYTES = 1 << 21, 1 << 17
 _SLOW_READ_SECONDS = 0.25
-# Small enough that a piece of a large array is still in the processor's cache from its checksum when it is sent.
+# Small enough that a piece of a large array, read for its checksum, is still in the processor's cache when it is sent.
 _WRITE_BYTES = 1 << 19
 # Up to this size, one copy costs less than a system call with many pieces. Such a call takes at most this many pieces.
 _SMALL_MESSAGE_BYTES = 1 << 16
 _MAX_PIECES = 1000
-# If a frame that has begun does not go on within this time, the connection is made anew. A thread that waits for a
-# frame checks at this interval if waiting is in vain.
+# If no further byte of a frame comes within this time, the connection is opened again. A thread that waits for a frame
+# checks at this interval if waiting is in vain.
 IDLE_SECONDS = 10.0
-# If several connections begin together, BBR takes each for the only one, and a switch drops the excess. An all-reduce
-# with three others at 100 Mbit/s then takes three times as long as with CUBIC. Over longer distances than this, packets
-# are lost at random, and BBR is better.
+# If several connections begin together, BBR sends on each as if it were the only one, and a switch drops the excess. An
+# all-reduce with three others at 100 Mbit/s then takes three times as long as with CUBIC. Over longer distances than
+# this, packets are lost at random, and BBR is better.
 _NEAR_SECONDS = 0.01
 _MIN_RTT = struct.Struct("@148xI")  # The microseconds of `tcpi_min_rtt` in Linux's `struct tcp_info`.
-# Linux's number, which Python lacks, and Linux's value for no limit.
+# The option's number in Linux, which Python lacks. `_NO_LIMIT` is Linux's value for an unlimited rate.
 SO_MAX_PACING_RATE = 47
 _INT = struct.Struct("@i")
 _NO_LIMIT = struct.pack("@L", 2 ** (8 * struct.calcsize("@L")) - 1)
@@ -72,7 +72,7 @@ class Connection:
     Attributes:
       sent: The checksums of written frames.
       received: The checksums of read frames.
-      way_out: The `Way` that `swapping.py` keeps for writing, or None if it has not used the connection.
+      way_out: The `Way` that `swapping.py` keeps for writing, or None if it has not used the connection yet.
       way_in: The `Way` for reading, or None.
       unread_bytes: Bytes that `unread` has put back.
       peer_memory: Memory with the large payloads of incoming messages. None: payloads are in their frames.
@@ -115,7 +115,7 @@ class Connection:
     def _use_cubic_or_reno(self) -> None:
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-        except OSError:  # Where BBR is the default, processes without privileges may choose between that and Reno.
+        except OSError:  # If BBR is the default, processes without privileges may choose only BBR or Reno.
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
     def set_timeout(self, timeout_seconds: float | None) -> None:
@@ -161,7 +161,7 @@ class Connection:
         return self._num_written - num_in_flight
 
     def limit_rate(self, bytes_per_second: float) -> None:
-        """Limits the rate of written data from now on, headers of packets included; `math.inf` sets no limit.
+        """Limits the rate of written data from now on, packet headers included; `math.inf` ends the limit.
 
         Does nothing if the system does not support that, as in some sandboxes.
         """
@@ -191,7 +191,7 @@ class Connection:
                 self._socket.sendall(before, socket.MSG_MORE)
                 before = memoryview(array[begin : begin + _WRITE_BYTES])
                 checksum.add(array[begin : begin + _WRITE_BYTES])
-        # Usually in one call: the checksum alone would wake the peer once more.
+        # One call for both: sending the checksum alone would wake the peer once more.
         self.write_rest([before, memoryview(checksum.value())])
 
     def try_write_message(self, message: Outgoing) -> Sequence[memoryview]:
@@ -384,7 +384,7 @@ class Connection:
         return count
 
     def _receive_into(self, pieces: Sequence[memoryview | np.ndarray]) -> int:
-        """Reads bytes of a frame that has begun, as many as fit into the pieces if they come. Returns their number."""
+        """Reads bytes of a frame that has begun, at most as many as fit into the pieces. Returns their number."""
         if self.unread_bytes:
             return self._receive_again_into(pieces)
         begin = time.monotonic()
@@ -401,7 +401,7 @@ class Connection:
         return count
 
     def end(self) -> None:
-        """Ends reading and writing, even if a thread is blocked in it."""
+        """Ends reading and writing, and wakes threads that are blocked in them."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -22,7 +22,7 @@ def is_dead(status: PeerStatus) -> bool:
     """True if the peer's process has died: its address refuses connections, and its connections are closed.
 
     Everything that the peer has sent has then been read, because a connection counts as open until its last byte is
-    read. If connections are refused for `_REFUSED_SECONDS`, the peer counts as dead in any case.
+    read. If connections are refused for `_REFUSED_SECONDS`, the peer counts as dead even if a connection to it is left.
     """
     return (status.refused_seconds > 0 and not status.connected) or status.was_refused_for(_REFUSED_SECONDS)
 
@@ -43,15 +43,15 @@ def problem_of(
 
     Args:
       status: The peer's status.
-      ended: The reason why the peer has exited for good, if it has.
+      ended: The reason why the peer has exited for good; None if it has not.
       waited: Seconds waited so far.
       options: Deadlines.
       rank: The rank that waits.
       peer: The peer, in words.
       operation: The operation that waits.
       step: The training step; None outside of a step.
-      patience_seconds: Silence after which ranks continue without a peer that was met; None for the deadlines of
-        `options` only.
+      patience_seconds: Silence after which ranks continue without a peer that was met. None: only the deadlines of
+        `options` count.
     """
     if status.failure is not None:
         return status.failure

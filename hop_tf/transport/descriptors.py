@@ -1,4 +1,4 @@
-"""The descriptors that connections to many peers take, and the limit on them."""
+"""The file descriptors that connections to many peers take, and the limit on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import resource
 
 from absl import logging
 
-# Measured: sockets of three lanes in both directions, and what gRPC has besides. Further lanes take more.
+# Measured for one peer: sockets of three lanes in both directions, and gRPC's own. Further lanes take more.
 _OF_A_PEER = 10
-# Of a process without peers, with its files.
+# The descriptors of a process without peers, open files included.
 _OTHERS = 200
 
 
@@ -26,7 +26,7 @@ def num_needed(num_peers: int) -> int:
 
 
 def raise_limit(num_peers: int) -> None:
-    """Raises the limit on this process's descriptors as far as peers need it, and as the system allows it."""
+    """Raises the limit on this process's descriptors to the need of its peers, or as far as the system allows."""
     needed = num_needed(num_peers)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

@@ -103,7 +103,8 @@ class Frame(NamedTuple):
       queue: Name of the queue, UTF-8.
       header: The message's header; in a greeting, its protobuf message.
       payload_bytes: Length of the whole payload.
-      inline: On a gRPC stream, the bytes after the header: those of the payload and the checksum in this frame.
+      inline: On a gRPC stream, the bytes after the header: the part of the payload and the checksum that this frame
+        holds.
       ack_requested: True if the sender asks for an acknowledgement of the message.
       is_recorded: True if the sender records the message.
     """
@@ -125,7 +126,7 @@ def encode_head(
 
     Args:
       kind: The frame's purpose.
-      flags: See `Frame`.
+      flags: The flags, such as `ACK_REQUESTED`.
       sequence: See `Frame`.
       payload: Length of the payload.
       header: Length of the header.
@@ -306,7 +307,7 @@ class Assembler:
 
     @property
     def complete(self) -> bool:
-        """True if the whole payload and its checksum have come. The checksum is right then."""
+        """True if the whole payload and its checksum have come, and the checksum is right."""
         return not self._num_missing
 
     def add(self, chunk: bytes) -> None:

@@ -28,9 +28,11 @@ CLOCK = struct.Struct("<d")
 _PROBE_SECONDS, _PROBE_ROUND_TRIPS = 1.0, 3
 # The first heartbeats follow each other quickly, to measure the round trip early. One of them may be delayed here.
 _FIRST_PAUSES_SECONDS = (0.0, 0.02, 0.05)
-# A process may be busy, or stopped for a while. After this time, the heartbeat or its answer counts as lost.
+# A heartbeat or its answer counts as lost after this time. The time is long because a process may be busy, or stopped
+# for a while.
 _MAX_PONG_SECONDS = 2 * IDLE_SECONDS
-# Up to this many heartbeats in a row are saved if the peer was heard anyway. More would miss changes of the round trip.
+# Up to this many heartbeats in a row are skipped if the peer was heard anyway. Skipping more would miss changes of the
+# round trip.
 _MAX_SPARED = 4
 
 
@@ -41,8 +43,8 @@ class GrpcLink(Link):
 
     Args:
       open_channel: Opens a channel to a peer.
-      heartbeat_seconds: Interval of heartbeats; fewer are sent if the peer was heard within the last half of it. None
-        on lanes that carry messages.
+      heartbeat_seconds: Interval of heartbeats. Some are skipped if the peer was heard within the last half of the
+        interval. None on lanes that carry messages.
       recorder: Records the offset of the peer's clock, or None.
       **arguments: See `Link`.
     """
@@ -87,7 +89,7 @@ class GrpcLink(Link):
                 return "it is busy with connections that do not greet"  # See `StreamHandler.service`.
             return str(error.details())
         finally:
-            call = None  # Tracebacks of other errors are kept.
+            call = None  # Tracebacks of other errors are kept, and would keep the call.
             connection.end()
         return "it closed the connection"
 
@@ -100,7 +102,7 @@ class GrpcLink(Link):
         except ConnectionRefusedError:
             return True
         except OSError:
-            pass  # The peer is unreachable or slow: it may live.
+            pass  # The peer is unreachable or slow: it may be alive.
         return False
 
     # Sending. gRPC calls the generator from a thread of its own.
@@ -202,7 +204,7 @@ class _Connection:
       sent: Checksums of frames that this side sends, once it is accepted.
       received: Checksums of frames that the peer sends.
       epoch: Number of the connection, see `Outbox`.
-      is_overdue: True if the stream is ended because an answer is overdue.
+      is_overdue: True if the stream was ended because an answer is overdue.
       pinged_at: The times of the heartbeats that have no answer yet.
     """
 

@@ -64,7 +64,7 @@ class StreamHandler(grpc.GenericRpcHandler):
         self._rpc = grpc.stream_stream_rpc_method_handler(self._serve)
 
     def service(self, handler_call_details):
-        """The stream's handler. For None, gRPC refuses the stream with UNIMPLEMENTED, without a thread."""
+        """The stream's handler. If it is None, gRPC refuses the stream with UNIMPLEMENTED, without a thread."""
         is_admitted = handler_call_details.method == METHOD and self._unauthenticated.admit(self._executor.try_reserve)
         return self._rpc if is_admitted else None
 
@@ -104,7 +104,8 @@ class StreamHandler(grpc.GenericRpcHandler):
             if not caller.problem:
                 raise
         finally:
-            # From here on `close` lets the answer out: a peer that gets no refusal would wait for a rank that is gone.
+            # From here on, `close` does not stop the answer: without a refusal, a peer would wait for a rank that is
+            # gone.
             self._unauthenticated.leave(caller)
         if caller.problem:
             raise ProtocolError(caller.problem)

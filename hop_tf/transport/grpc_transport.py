@@ -36,8 +36,9 @@ from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS, GuessRateLi
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", CHUNK_BYTES),
     ("grpc.max_receive_message_length", CHUNK_BYTES),
-    # gRPC's own pings find half-open connections (which a firewall has forgotten), however busy the lane is. A link
-    # that fails for some seconds is not half-open: TCP may take twice as long until it tries again.
+    # gRPC's own pings find half-open connections (which a firewall has forgotten), however busy the lane is. The
+    # timeout is long because a link that fails for some seconds is not half-open: TCP may take twice as long until it
+    # tries again.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -251,8 +252,7 @@ class GrpcTransport(QueueTransport):
     def _hosts(self) -> list[str]:
         """The numeric addresses of this rank's name that belong to this machine.
 
-        gRPC by itself would be content with one of them, and would leave another address to any process that listens
-        there.
+        gRPC by itself is content if it can bind one of them. Another process could then listen on the others.
         """
         host, _, port = self._address.rpartition(":")
         try:
@@ -284,7 +284,7 @@ class GrpcTransport(QueueTransport):
 
 
 def _max_connections() -> int:
-    """The limit on the server's connections. It keeps descriptors for training, whoever connects."""
+    """The limit on the server's connections. It leaves descriptors for training, however many processes connect."""
     return int(min(descriptors.limit() * 0.75, _MANY_CONNECTIONS))
 
 

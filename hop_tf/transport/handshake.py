@@ -74,8 +74,8 @@ class Handshake:
       in_turn: True if all ranks create transports in the same order. Default True.
 
     Attributes:
-      socket_port: Port of this rank's plain sockets, which all peers are told; 0 if it has none.
-      interface_addresses: "host:port" of the sockets on further interfaces, which peers are told, too.
+      socket_port: Port of this rank's plain sockets, which the answers to greetings tell; 0 if it has none.
+      interface_addresses: "host:port" of the sockets on further interfaces, told in the same way.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class Handshake:
         self.interface_addresses: tuple[str, ...] = ()
 
     def begin(self) -> None:
-        """Called when this transport begins to serve. The process's earlier transports no longer do."""
+        """Called when this transport begins to serve. The process's earlier transports no longer serve."""
         if self._in_turn:
             self._past.generation += 1
             self._generation = self._past.generation
 
     def _join_generation(self, theirs: control_pb2.Hello | control_pb2.HelloReply) -> None:
-        """Adopts the generation of a peer in this strategy if it is ahead: this process has then replaced another."""
+        """Adopts a peer's generation of this strategy if it is ahead: this process has then replaced another one."""
         with self._meeting:
             if self._lead_of(theirs) > 0:
                 self._generation = self._past.generation = theirs.generation
@@ -232,7 +232,7 @@ class Handshake:
             raise
 
     def _authenticate(self, data: bytes, session: Session, source: str) -> control_pb2.Hello:
-        """Returns the hello if its sender knows the token. Other senders are told only that they do not."""
+        """Returns the hello if its sender knows the token. Other senders get only a refusal."""
         if not self._guesses.take(source):
             reply = control_pb2.HelloReply(refusal=control_pb2.TOO_MANY_GUESSES).SerializeToString()
             raise HelloRefusedError("too many wrong cluster tokens came from that host", seal_refusal(reply))
@@ -298,7 +298,7 @@ class Handshake:
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
 
     def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
-        """True if `theirs` is of a later transport of `peer`'s process than the one that belongs to this rank's own."""
+        """True if `theirs` is of a later transport of `peer`'s process than the one that matches this rank's."""
         is_same_process = peer.incarnation is not None and process_of(peer.incarnation) == process_of(
             theirs.incarnation
         )
@@ -387,7 +387,7 @@ class HelloRefusedError(HopError):
 
 
 class OtherStrategyError(HelloRefusedError):
-    """A hello was refused because one of the two ranks still uses an earlier strategy, which is no mistake."""
+    """A hello was refused because one of the two ranks still uses an earlier strategy. This is no mistake."""
 
 
 def _open_reply(data: bytes, session: Session) -> control_pb2.HelloReply:

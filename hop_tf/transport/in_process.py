@@ -88,7 +88,7 @@ class InProcessNetwork:
             return self._transports.get(peer) if pair in self._wanted and pair not in self._cut else None
 
     def wait_receiver(self, rank: int, peer: int, ended: Callable[[], bool]) -> InProcessTransport | None:
-        """Waits for the connection. Returns None if `ended` comes first."""
+        """Waits for the connection. Returns None if `ended()` is true first."""
         with self._changed:
             self._changed.wait_for(lambda: ended() or self.receiver(rank, peer) is not None)
             return None if ended() else self.receiver(rank, peer)

@@ -65,7 +65,7 @@ class Dispatcher:
             return self._inboxes.setdefault((sender, lane), Inbox(self, sender, lane))
 
     def begin_again(self, sender: int) -> None:
-        """Called when another process sends from now on. Drops held messages of the old process."""
+        """Called when a new process has taken the sender's place. Drops held messages of the old process."""
         with self.condition:
             for (rank, _), inbox in self._inboxes.items():
                 if rank == sender:

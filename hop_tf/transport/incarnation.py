@@ -13,7 +13,7 @@ _numbers = itertools.count()
 
 
 def new_incarnation() -> str:
-    """A name that no other transport has. Up to a dot, the names of one process are the same."""
+    """A name that no other transport has. Up to the dot, the names of all transports of one process are the same."""
     return f"{_PROCESS}-{os.getpid()}.{next(_numbers)}"
 
 
@@ -28,7 +28,7 @@ class Past:
 
     Attributes:
       generation: Generation of the last transport; see `Hello.generation`.
-      processes: By rank, the process that was met last.
+      processes: The process of each other rank that was met last.
     """
 
     generation: int = -1

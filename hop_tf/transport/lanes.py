@@ -17,8 +17,8 @@ def num_lanes(round_trip_seconds: float, bits_per_second: float, num_peers: int)
 
     The size of a connection's buffers limits its bytes in flight. If a round trip takes a second, a connection carries
     25 Mbit/s, however fast the link is. Only an administrator can allow larger buffers, and a size set here would end
-    the system's tuning. So it takes n = ceil(T * R / N / 3 MiB) lanes, at least 1 and at most 8. More lanes would have
-    more bytes in flight than the link and the queues before it hold, and would lose packets.
+    the system's tuning. So messages are spread over n = ceil(T * R / N / 3 MiB) lanes, at least 1 and at most 8. More
+    lanes would have more bytes in flight than the link and the queues before it hold, and would lose packets.
 
     Args:
       round_trip_seconds: T.
@@ -80,7 +80,8 @@ class LinkShares:
     def _num_sharing_with(self, peer: int) -> int:
         """The number of peers that share the link: `peer`, and those that took turns with it.
 
-        Times do not matter. After a pause the same peers share the link, and another connection would begin slowly.
+        Only the order of messages counts, not their times. After a pause the same peers share the link again, and a new
+        connection would begin slowly.
         """
         since = self._large_messages[peer][0] if peer in self._large_messages else -1
         others = {other for other, numbers in self._large_messages.items() if numbers[-1] > since}

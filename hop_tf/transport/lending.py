@@ -72,7 +72,7 @@ class Lending:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which a thread waits for a message from the connection's thread, to borrow afterwards."""
+        """A context in which a thread waits for the connection's thread to deliver, and borrows the connection next."""
         with self._lock:
             self._num_waiting += 1
             self._is_lent = False
@@ -99,11 +99,11 @@ class Lending:
         with self._lock:
             self._is_borrowed = False
             self._used_at = time.monotonic()
-            if not self._is_lent:  # Lending was ended meanwhile. Otherwise its thread has nothing to do.
+            if not self._is_lent:  # Lending was ended meanwhile. Otherwise the connection's thread stays asleep.
                 self._changed.notify_all()
 
     def note_use(self, was_of_use: bool) -> None:
-        """Records if borrowing was of use. If not, the connection's thread goes on."""
+        """Records if borrowing was of use. If it was not, the connection's thread goes on reading."""
         if was_of_use:
             self.pause_seconds /= 2
             return

@@ -22,14 +22,14 @@ _MAX_BACKOFF_SECONDS = 0.5
 
 
 class Patience:
-    """Decides to open a stream again, because nothing that was sent on it arrives.
+    """Decides when to open a stream again because nothing that was sent on it arrives.
 
     The receiver or the link may only be slow. Then a new stream is of no use, but does no harm. So each new stream gets
     twice the time of the previous one.
     """
 
     def __init__(self):
-        self._limit = 1  # Number of calls without progress.
+        self._limit = 1  # Number of calls without progress before the stream is opened again.
         self._begin()
 
     def _begin(self) -> None:
@@ -63,7 +63,7 @@ class Link(abc.ABC):
 
     Args:
       peer: The peer.
-      lane: The lane, which the peer is told.
+      lane: The lane. The greeting tells it to the peer.
       outbox: The messages to send.
       handshake: Makes and checks greetings.
       on_error: Called with an unexpected exception, which has ended the link.
@@ -125,7 +125,7 @@ class Link(abc.ABC):
     def _wait_needed(self) -> bool:
         """Waits until there is something to send. Returns False if the link has ended."""
         if self._outbox.is_empty:
-            self._peer.reached(self._lane)  # Without messages, no attempt is in vain.
+            self._peer.reached(self._lane)  # Without messages, no connection is needed.
         return self._outbox.wait_message()
 
     def _pause(self, problem: str) -> None:

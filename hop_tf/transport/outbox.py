@@ -157,7 +157,8 @@ class Outbox:
         Returns:
           True if another message was replaced.
 
-        Blocks: while too much is kept. `acknowledge`, `close` or `check` end that. Never blocks with `supersedes`.
+        Blocks: while too much is kept. `acknowledge`, `close` or `check` ends the wait. With `supersedes`, the call
+        never blocks.
 
         Raises:
           HopError: If the outbox is closed, or what `check` raises.
@@ -260,7 +261,8 @@ class Outbox:
           The connection's number, for `take`.
 
         Raises:
-          ProtocolError: If the peer cannot have received everything up to `received_sequence`.
+          ProtocolError: If the peer has forgotten messages that it had acknowledged, or reports messages that were not
+            sent.
         """
         with self._lock:
             if received_sequence < self._first_sequence() - 1:
@@ -356,7 +358,7 @@ class Outbox:
         self._message_went.notify_all()
 
     def acknowledge(self, epoch: int, sequence: int) -> None:
-        """Forgets the messages up to `sequence`, which connection `epoch` has delivered, unless that has ended.
+        """Forgets the messages up to `sequence`, which connection `epoch` has delivered, unless `epoch` has ended.
 
         Raises:
           ProtocolError: If no such message was sent.
@@ -367,7 +369,7 @@ class Outbox:
                 self._message_went.notify_all()
 
     def begin_again(self) -> None:
-        """Drops everything, because a new process has replaced the peer's and has received nothing yet."""
+        """Drops everything, because a new process has taken the peer's place. It has received nothing yet."""
         with self._lock:
             self._kept.clear()
             self._kept_bytes = self._last_sequence = self._num_taken = 0
@@ -409,7 +411,7 @@ class Outbox:
         message.put_at = time.time() if message.is_recorded else 0.0
 
     def _note_sent(self) -> None:
-        """Records that the message being sent is sent. Taking the next message or an acknowledgement shows that."""
+        """Records that the present message was sent, as its acknowledgement or the next `take` shows."""
         message, begin = self._sending
         self._sending = None
         self._recorder.add(

@@ -1,4 +1,4 @@
-"""The names of processes: a process listens on the address that its own name stands for on its machine."""
+"""The names of processes: a process listens on the address that its own name resolves to on its machine."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ _PAUSE_SECONDS = 0.5
 
 
 def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float) -> None:
-    """Waits until this process's own name is known, and checks that others reach the address that it stands for.
+    """Waits until this process's own name resolves, and checks that other machines can reach the address found.
 
-    If machines get their names as they start (Kubernetes), a name may only be known some seconds later. On some
-    systems, a machine's own name stands for a loopback address, such as 127.0.1.1 in /etc/hosts.
+    If machines get their names as they start (Kubernetes), a name may resolve only some seconds later. On some systems,
+    a machine's own name resolves to a loopback address, such as 127.0.1.1 in /etc/hosts.
 
     Args:
       addresses: "host:port" of all processes.
-      number: The place of this process among them.
+      number: The index of this process among them.
       timeout_seconds: The time to wait.
 
     Raises:
-      DeadlineExceededError: If the name is not known in time.
-      ClusterConfigError: If the name stands for a loopback address, and the names of others do not; or a name that is
-        looked up is malformed.
+      DeadlineExceededError: If the name does not resolve in time.
+      ClusterConfigError: If the name resolves to a loopback address, and the name of another process does not. Also if
+        a name that is looked up is malformed.
 
-    Blocks: until the name is known, at most `timeout_seconds`. The names of others are looked up in this time, too. The
-    last look-up takes as long as the system's resolver does.
+    Blocks: until the name resolves, at most `timeout_seconds`. The names of others are looked up within this time, too.
+    The last look-up takes as long as the system's resolver does.
     """
     hosts = [host_of(address) for address in addresses]
     deadline = time.monotonic() + timeout_seconds

@@ -14,7 +14,7 @@ from hop_tf.transport.base import PeerStatus
 
 # Weight of a new measurement in the smoothed round trip, as in TCP.
 _SMOOTHING = 1 / 8
-# Most characters of a problem that the peer is told.
+# The most characters of a problem in a report to the peer.
 _MAX_COMPLAINT = 500
 
 
@@ -50,7 +50,7 @@ class Peer:
         self._former_incarnations: set[str] = set()
         self.failure: Exception | None = None
         self._last_problem = ""
-        # By lane, the time since when this rank has tried to open a connection. Then the peer's report of its attempts.
+        # By lane, the time when this rank began to try to connect. Then the peer's report of its own attempts.
         self._trying_since: dict[int, float] = {}
         self._unreached_by_seconds = 0.0
         self._problem_there = ""
@@ -70,7 +70,7 @@ class Peer:
         return host_of(self.address)
 
     def watch(self) -> None:
-        """Begins to count silence, unless it counts already."""
+        """Begins to measure the peer's silence, unless that has begun."""
         with self._lock:
             if self._watched_since is None:
                 self._watched_since = time.monotonic()
@@ -104,7 +104,7 @@ class Peer:
 
     @property
     def least_round_trip_seconds(self) -> float:
-        """The least round trip so far, which is that of the network alone; 0.0 while it is unknown."""
+        """The least round trip so far, close to that of the network alone; 0.0 while it is unknown."""
         return self._least_round_trip_seconds or 0.0
 
     @property
@@ -125,7 +125,7 @@ class Peer:
             return self._incarnation in (None, incarnation) or incarnation in self._former_incarnations
 
     def replace(self, incarnation: str) -> bool:
-        """Takes a new process for this peer. Returns False if that was itself replaced before. `introduce` follows."""
+        """Accepts a new process as this peer. Returns False if it was itself replaced before. `introduce` follows."""
         with self._lock:
             if incarnation in self._former_incarnations:
                 return False
@@ -148,7 +148,7 @@ class Peer:
         self.heard()
 
     def link_down(self) -> None:
-        """Called when a link is gone. Follows every `link_up`."""
+        """Called when a link is gone, once for every `link_up`."""
         with self._lock:
             self._num_links -= 1
 
@@ -158,7 +158,7 @@ class Peer:
             self._trying_since.setdefault(lane, time.monotonic())
 
     def reached(self, lane: int | None = None) -> None:
-        """Called when the peer has answered to the greeting of a lane. None: the answer counts for all lanes."""
+        """Called when the peer has answered the greeting of a lane. None: the answer counts for all lanes."""
         with self._lock:
             if lane is None:
                 self._trying_since.clear()
@@ -166,13 +166,13 @@ class Peer:
                 self._trying_since.pop(lane, None)
 
     def complaint(self) -> str:
-        """A report for the peer of this rank's attempts to reach it; "" if it is reached."""
+        """This rank's report to the peer on its attempts to reach the peer; "" if the peer is reached."""
         with self._lock:
             seconds = self._unreached_seconds()
             return f"{seconds:.1f} {self._last_problem[:_MAX_COMPLAINT]}" if seconds else ""
 
     def record_complaint(self, complaint: str) -> None:
-        """Takes the peer's `complaint` about this rank. Raises ProtocolError if it is malformed."""
+        """Records the peer's `complaint` about this rank. Raises ProtocolError if it is malformed."""
         seconds, _, problem = complaint.partition(" ")
         try:
             unreached_by_seconds = float(seconds or 0.0)
@@ -190,13 +190,13 @@ class Peer:
             self._last_problem = problem
 
     def record_socket_port(self, port: int) -> None:
-        """Takes the port of the peer's plain sockets; 0 means that it has none."""
+        """Records the port of the peer's plain sockets; 0 means that the peer has none."""
         with self._lock:
             self._socket_port = port
             self._lock.notify_all()
 
     def wait_socket_port(self, ended: Callable[[], bool]) -> int | None:
-        """Waits for the port of the peer's plain sockets. Returns None if `ended` or a failure comes first."""
+        """Waits for the port of the peer's plain sockets. Returns None if `ended()` is true or the peer fails first."""
         with self._lock:
             self._lock.wait_for(lambda: ended() or self._socket_port is not None or self.failure is not None)
             return None if ended() or self.failure is not None else self._socket_port

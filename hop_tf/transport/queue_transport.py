@@ -34,14 +34,14 @@ class QueueTransport(Transport):
       rank: This rank.
       addresses: "host:port" of every rank.
       options: Deadlines.
-      on_error: Called, on any thread, with an exception that a handler has raised. In any case, the error is logged,
-        and every later `send` raises it.
+      on_error: Called, on any thread, with an exception that a handler, or a thread of the transport, has raised. The
+        error is also logged, and every later `send` raises it.
       on_restart: Called, on any thread, with a rank when another process has greeted in its place. No message of the
-        new process is delivered before. Messages in flight to the old process, or from it, are forgotten. None: a peer
-        that was restarted has failed. Transports whose ranks are not processes never call this.
+        new process is delivered before the call returns. Messages in flight to the old process, or from it, are
+        forgotten. None: a peer that was restarted has failed. Transports whose ranks are not processes never call this.
       recorder: Records messages and clocks, or None.
-      num_ranks: The number of ranks, which are the first of the processes. The others are parameter servers. Default:
-        all are ranks.
+      num_ranks: Number of ranks. The first processes are the ranks, the others are parameter servers. Default: all are
+        ranks.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Memory that two processes of one machine share, for large payloads of a connection's messages.
 
-The sender copies a payload into the memory, and the frame tells its place. The receiver reads the payload there. It
-does not pass through the kernel, and needs no checksum. A block is free again when the receiver's last view of it is
-gone. While no block is large enough, payloads travel in their frames.
+The sender copies a payload into the memory, and the frame tells its place. The receiver reads the payload there. The
+payload does not pass through the kernel, and needs no checksum. A block is free again when the receiver's last view of
+it is gone. While no block is large enough, payloads travel in their frames.
 
 The memory has no name: the receiver opens the sender's file descriptor. The memory disappears with the two processes,
 however they end. Connections between machines, or through a proxy, do not use shared memory.
@@ -35,13 +35,13 @@ _NUM_BYTES = 1 << 26
 _NAME = "hop_tf payloads"
 _NONCE_BYTES = 32
 _ALIGNMENT = 64
-# A word before each payload tells if the receiver may still read it.
+# A word before each payload tells if the receiver may still read the payload.
 _BEFORE_BYTES = _ALIGNMENT
 _WORD_BYTES = 8
-# Pages are reserved by the MB, with an advice whose number in Linux Python lacks.
+# Pages are reserved by the MB, by a `madvise` whose number in Linux is missing in Python.
 _RESERVED_BYTES = 1 << 20
 _MADV_POPULATE_WRITE = 23
-# Before Python 3.13 a mapping keeps a descriptor.
+# Before Python 3.13, a mapping always keeps a descriptor open.
 _MAPPING = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _FREE, _IN_USE = 0, 1
 _PLACE = struct.Struct("<QQ")  # Offset and length of a payload.
@@ -77,7 +77,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, connected: socket.socket) -> SharedMemory | None:
-        """Makes memory for a connection. Returns None if the connection leads to another machine, or if that fails."""
+        """Makes memory for a connection. Returns None if it leads to another machine, or if there is no memory."""
         if not _stays_here(connected) or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
             return None
         try:
@@ -145,7 +145,7 @@ class SharedMemory:
         try:
             self._mapped.madvise(_MADV_POPULATE_WRITE, self._num_reserved, new_end - self._num_reserved)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # Linux before 5.14 does not know it.
+            if error.errno != errno.EINVAL:  # Linux before 5.14 does not know this advice.
                 return False
         self._num_reserved = new_end
         return True
@@ -162,7 +162,7 @@ class PeerMemory:
     """
 
     def __init__(self, offer: control_pb2.SharedMemory):
-        # Does not block, even if the path is something else.
+        # Opening does not block, even if the path leads to something else.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         file = os.open(_checked_path(offer), flags)
         try:
@@ -187,7 +187,7 @@ class PeerMemory:
             return None
 
     def payload(self, place: bytes) -> np.ndarray:
-        """The read-only payload at a place that the sender has told. The last view of the payload frees the place.
+        """The read-only payload at a place that the sender has named. The last view of the payload frees the place.
 
         Raises:
           ProtocolError: If there can be no payload at that place.
@@ -198,7 +198,7 @@ class PeerMemory:
             raise ProtocolError(f"{num_bytes} bytes at {begin} cannot be in a memory of {self._num_bytes} bytes.")
         payload = np.frombuffer(self._mapped, np.uint8, num_bytes, begin)
         payload.flags.writeable = False
-        # Views of an array refer to the array's base, not to the array: the base lives as long as the last of them.
+        # Views of an array refer to the array's base, not to the array. The base lives as long as the last view.
         word = (begin - _BEFORE_BYTES) // _WORD_BYTES
         finalizer = weakref.finalize(payload.base, _free, self._words, word, os.getpid())
         finalizer.atexit = False

@@ -24,7 +24,7 @@ from hop_tf.transport.shared_memory import MIN_PAYLOAD_BYTES, PLACE_BYTES
 if TYPE_CHECKING:
     from hop_tf.transport.tcp_server import Lane
 
-# A longer wait is left to `Membership.wait` and the connections' threads. They also notice other messages and failures.
+# Longer waits happen in `Membership.wait` and the connections' threads. They also notice other messages and failures.
 _IDLE_MILLISECONDS = 50
 _TOTAL_MILLISECONDS = 250
 
@@ -38,7 +38,7 @@ class Way:
       is_outgoing: True if frames are written, False if they are read.
 
     Attributes:
-      frame: The frame.
+      frame: The present frame.
       checksums: The checksums of the direction. They count the frame when it is complete, or left to another thread.
       start: The bytes before the payload.
       checksum: The bytes after the payload.

@@ -31,10 +31,10 @@ def _swapping() -> ModuleType | None:
 class TcpTransport(GrpcTransport):
     """A `GrpcTransport` that sends messages over plain sockets, at a third of gRPC's processor time.
 
-    Greetings and heartbeats go over gRPC, on the address of the cluster. There every rank tells the port of its
+    Greetings and heartbeats go over gRPC, on the address of the cluster. The greetings tell the port of a rank's
     sockets, which the operating system chooses. The sockets demand the same greeting with the same token. With TLS, or
-    while that port cannot be reached, messages go over gRPC as well. With `CommunicationOptions.interfaces` there are
-    sockets on each interface, for a lane of its own.
+    while that port cannot be reached, messages go over gRPC, too. With `CommunicationOptions.interfaces`, there are
+    sockets on each interface, and each interface carries a lane of its own.
 
     Between processes of one machine, large payloads go through shared memory: see `shared_memory.py`.
 
@@ -155,7 +155,7 @@ class TcpTransport(GrpcTransport):
 
     @property
     def _swapping(self) -> ModuleType | None:
-        """The module; None without native code, and while messages are recorded, by the connections' threads."""
+        """The module; None without native code or sockets, and while the connections' threads record messages."""
         is_recorded = self.recorder is not None and self.recorder.is_on
         return None if is_recorded or not self._sockets else _swapping()
 

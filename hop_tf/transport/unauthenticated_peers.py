@@ -18,9 +18,9 @@ from collections.abc import Callable
 GREETING_SECONDS = 10.0
 # Connections that have not greeted yet. Each costs a thread.
 MAX_UNAUTHENTICATED = 64
-# Connections that are ended need a moment. This limits the threads at a time.
+# Connections that were ended need a moment to go. This limits the threads of all connections at a time.
 _MAX_THREADS = 2 * MAX_UNAUTHENTICATED
-# Wrong proofs that a source may send at once, and the further number per second.
+# Wrong proofs that a source may send at once, and how many more per second.
 _MAX_GUESSES, _GUESSES_PER_SECOND = 20.0, 5.0
 # Sources that are remembered. A forgotten source begins anew.
 _MAX_SOURCES = 1024
@@ -131,7 +131,7 @@ class UnauthenticatedPeers:
     def _in_the_way(self) -> UnauthenticatedPeer:
         """The oldest connection of the source with the most: a single connection from elsewhere is not crowded out."""
         counts = collections.Counter(caller.source for caller in self._waiting)
-        return max(self._waiting, key=lambda caller: counts[caller.source])  # The first of equals.
+        return max(self._waiting, key=lambda caller: counts[caller.source])  # Of equals, the oldest.
 
     def _end(self, caller: UnauthenticatedPeer, problem: str = "") -> None:
         del self._waiting[caller]
@@ -181,7 +181,7 @@ class GuessRateLimiter:
 def source_of(peer: str) -> str:
     """The source of a connection: the host of "host:port", or of gRPC's name of a peer, such as "ipv4:host:port".
 
-    For an IPv6 address it is the network of 64 bits: a machine with one address there can have all of them.
+    For an IPv6 address, the source is its /64 network: a machine with one address there can have all of them.
     """
     host = urllib.parse.unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:")).rpartition(":")[0].strip("[]")
     try:
