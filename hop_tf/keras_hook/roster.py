@@ -94,7 +94,7 @@ class Roster:
         """Emits the ops that let the ranks whose part is in a mean, and no others, share the next batch.
 
         Args:
-          present: For each rank, True if its part is in the mean. Equal on all ranks. If all are False, nothing changes.
+          present: For each rank, True if its part is in the mean. Equal on all ranks. If none is True, nothing changes.
         """
         with tf.device("/cpu:0"):
             present = tf.where(tf.reduce_any(present), tf.cast(present, tf.int64), self.variable)

@@ -55,7 +55,7 @@ class BatchShares:
             return tf.Variable(self._mean_of_present, dtype=tf.float64, trainable=False, name="hop_tf_mean_share")
 
     def note_departed(self, ranks: Collection[int]) -> None:
-        """Called with the ranks that have left or failed. They no longer count in `times_mean` from the next step on."""
+        """Called with the ranks that have left or failed. From the next step on, `times_mean` does not count them."""
         present = [rank for rank in range(self._world_size) if rank not in ranks]
         mean = self.total_part(present) * self._world_size / len(present) if ranks else 1.0
         if mean != self._mean_of_present:

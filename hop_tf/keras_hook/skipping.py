@@ -80,8 +80,8 @@ class StepSkipping:
         """Called before the first step of a rank that may have to catch up: see `fall_behind`.
 
         Args:
-          catch_up: Function of the optimizer. Emits ops that return the number of updates to skip next, an int64 scalar.
-            The ops may change any variable.
+          catch_up: Function of the optimizer. It emits ops that return the number of updates to skip next, an int64
+            scalar, and that may change any variable.
           takes_count: True if the optimizer keeps the iterations that `catch_up` has assigned. Default False: its
             iterations count the skipped steps.
         """

@@ -392,7 +392,7 @@ def _applied_once(method: Callable) -> Callable:
 
 
 def _wrapped_all_reduce(method: Callable) -> Callable:
-    """Skips Keras's all-reduce: gradients are exchanged at the update. One all-reduce would delay the first gradients."""
+    """Leaves out Keras's all-reduce, which would delay the first gradients. They are exchanged at the update."""
 
     @functools.wraps(method)
     def all_reduce(self, grads_and_vars):
