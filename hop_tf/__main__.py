@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush_output() -> None:
-    """Writes the remaining output. At Python's own flush at exit, a closed reader would change the exit code."""
+    """Writes the remaining output. If Python flushed a pipe without a reader at exit, the exit code would change."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

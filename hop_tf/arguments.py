@@ -19,7 +19,7 @@ def is_integer(value: object) -> bool:
 
 
 def check_integer(name: str, value: object, *, at_least: float = -math.inf, at_most: float = math.inf) -> None:
-    """Raises ValueError unless `value` is an integer within these bounds."""
+    """Raises ValueError unless `value` is an integer from `at_least` to `at_most`."""
     if not is_integer(value) or not at_least <= value <= at_most:
         bounds = [f"at least {at_least}"] if at_least > -math.inf else []
         if at_most < math.inf:
@@ -46,7 +46,7 @@ def check_share(name: str, value: object) -> None:
         raise ValueError(f"`{name}` must be a number from 0 to 1. Received: {name}={value!r}.")
 
 
-# The largest sum of the shares as whole numbers: the product of a share and a number of rows must fit in an int64.
+# Upper limit of the sum of the shares as whole numbers: a share times a number of rows must fit in an int64.
 _MAX_TOTAL = 1 << 31
 
 
@@ -77,7 +77,7 @@ def checked_batch_shares(value: object, world_size: int) -> tuple[int, ...] | st
 
 
 def describe_batch_shares(shares: tuple[int, ...] | str | None) -> str:
-    """The result of `checked_batch_shares` as text, for ranks to compare. A hash replaces over 100 characters."""
+    """The result of `checked_batch_shares` as text, for ranks to compare. A text of over 100 characters is hashed."""
     text = str(shares)
     return text if len(text) <= 100 else f"of {len(shares)} ranks, {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -88,7 +88,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _in_whole_numbers(shares: Sequence[float]) -> tuple[int, ...]:
-    """The least whole numbers in the same proportions. Decimals count as they are written: 0.7 is 7 / 10."""
+    """The smallest whole numbers in the same proportions. Decimals are taken as written: 0.7 is 7 / 10."""
     exact = [fractions.Fraction(repr(float(share))) for share in shares]
     denominator = math.lcm(*(share.denominator for share in exact))
     whole = [int(share * denominator) for share in exact]
@@ -101,7 +101,7 @@ def _in_whole_numbers(shares: Sequence[float]) -> tuple[int, ...]:
 
 
 def check_seconds(name: str, value: float, where: str = "") -> None:
-    """Raises ValueError, with `where` after the value, unless `value` is a finite number of at least 0."""
+    """Raises ValueError unless `value` is a finite number of at least 0. The error text ends with `where`."""
     if not 0 <= value < math.inf:
         raise ValueError(f"`{name}` must be a finite number of seconds, at least 0. Received: {name}={value!r}{where}.")
 
@@ -113,5 +113,5 @@ def check_choice(name: str, value: object, choices: Sequence[str | None]) -> Non
 
 
 def identity_of(settings: Any) -> dict[str, str]:
-    """The strategy's settings (a dataclass), each field as text, which ranks compare before they train."""
+    """The strategy's settings (a dataclass), each field as text. Ranks compare these texts before they train."""
     return {field.name: str(getattr(settings, field.name)) for field in dataclasses.fields(settings)}

@@ -17,7 +17,7 @@ from hop_tf.transport.addresses import LARGEST_PORT, is_address
 from hop_tf.transport.base import Transport
 
 _TASK_TYPES = ("chief", "worker", "ps")
-# `localhost` is one of these addresses, or both.
+# `localhost` resolves to 127.0.0.1, to ::1, or to both.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -25,8 +25,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Cluster:
     """Addresses of all processes of a job, and this process's place among them.
 
-    Ranks count the training processes. The `chief`, if there is one, is rank 0, and the `worker` tasks follow in order,
-    as under `tf.distribute.MultiWorkerMirroredStrategy`.
+    Ranks number the training processes. The `chief`, if there is one, is rank 0. The `worker` tasks follow in order, as
+    under `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Attributes:
       addresses: "host:port" of every rank.
@@ -34,8 +34,9 @@ class Cluster:
       ps_addresses: "host:port" of every parameter server.
       task_type: "chief", "worker" or "ps".
       task_id: Index among the tasks of this type.
-      make_transport: Makes the transport, with the arguments of `TcpTransport`; None for `TcpTransport` itself. A
-        resolver may have a method of this name, as the resolvers of `hop_tf.testing.InProcessCluster` do.
+      make_transport: Function that makes the transport. It takes the arguments of `TcpTransport`. None for
+        `TcpTransport` itself. A resolver may have a method of this name, as the resolvers of
+        `hop_tf.testing.InProcessCluster` do.
     """
 
     addresses: tuple[str, ...]
@@ -52,17 +53,17 @@ class Cluster:
 
     @property
     def all_addresses(self) -> tuple[str, ...]:
-        """The addresses of all processes: the ranks, then the parameter servers, numbered after the ranks."""
+        """The addresses of all processes: first those of the ranks, then those of the parameter servers."""
         return self.addresses + self.ps_addresses
 
     @property
     def number(self) -> int:
-        """This process's place in `all_addresses`."""
+        """This process's index in `all_addresses`."""
         return self.world_size + self.task_id if self.rank is None else self.rank
 
     @property
     def servers(self) -> range:
-        """Places of the parameter servers in `all_addresses`."""
+        """Indices of the parameter servers in `all_addresses`."""
         return range(self.world_size, len(self.all_addresses))
 
     @property
@@ -82,7 +83,7 @@ class Cluster:
           The cluster.
 
         Raises:
-          ClusterConfigError: If tasks are missing, of an unknown type, listed twice, or `TF_CONFIG` is not valid.
+          ClusterConfigError: If tasks are missing, of an unknown type, or listed twice, or if `TF_CONFIG` is not valid.
           TypeError: If `resolver` is no `ClusterResolver`.
         """
         if resolver is None:
@@ -135,7 +136,7 @@ class Cluster:
 
 
 def _check_tf_config(text: str) -> None:
-    """Refuses a TF_CONFIG that TensorFlow's resolver would fail on, or whose task index it would round."""
+    """Refuses a TF_CONFIG on which TensorFlow's resolver would fail, or whose task index the resolver would round."""
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
@@ -167,7 +168,7 @@ def _is_task_list(tasks: object) -> bool:
 
 
 def _index(value: object) -> int | None:
-    """A task's index, from an integer or, as schedulers write it, decimal digits. None if `value` is neither."""
+    """A task's index, from an integer, or from decimal digits as schedulers write them. None if `value` is neither."""
     if isinstance(value, str) and value.isascii() and value.isdigit():
         return int(value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 0:
@@ -203,7 +204,7 @@ def _check_distinct(addresses: tuple[str, ...]) -> None:
 
 
 def _endpoint(address: str) -> tuple[str, int]:
-    """The same host and port for all ways to write an address. Names are not looked up."""
+    """Host and port in a normal form, which is equal for all ways to write an address. Names are not looked up."""
     host, _, port = address.lower().rpartition(":")
     try:
         host = str(ipaddress.ip_address(host.strip("[]")))

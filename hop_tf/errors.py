@@ -25,7 +25,7 @@ class PeerLostError(HopError):
 
 
 class PeerFailedError(PeerLostError):
-    """A peer's `fit` has ended by an exception, and the job does not go on without it. All may call `fit` again."""
+    """A peer's `fit` has raised an error, and the job does not continue without it. All ranks may call `fit` again."""
 
 
 class DeadlineExceededError(HopError):

@@ -20,15 +20,15 @@ _ON_NONFINITE = ("warn", "raise")
 
 _INTERFACES = "HOP_TF_INTERFACES"
 # If set, ranks measure their links when their first `fit` has ended, and rank 0 prints a plan: see `hop_tf plan`. The
-# kinds stand for the best settings, all settings, and all settings as JSON.
+# values in `PLAN_KINDS` select the best settings, all settings, or all settings as JSON.
 PLAN_VARIABLE = "HOP_TF_PLAN"
-STEP_SECONDS_VARIABLE = "HOP_TF_STEP_SECONDS"  # Of emulated compute.
+STEP_SECONDS_VARIABLE = "HOP_TF_STEP_SECONDS"  # Seconds of emulated compute in a step.
 PLAN_KINDS = ("1", "all", "json")
-# The file for the stacks of this process's threads if the process waits for long. The launcher names a file.
+# The file to which a process writes its threads' stacks if it waits for long. The launcher sets the variable.
 STACKS_VARIABLE = "HOP_TF_STACKS"
 # The steps of each rank that TensorFlow's profiler records, as "10:12": see `hop_tf launch --profile_steps`.
 PROFILE_VARIABLE = "HOP_TF_PROFILE_STEPS"
-# The number of devices of a worker: GPUs of its machine or, without GPUs, logical devices of a processor.
+# The number of devices of a worker: GPUs of its machine or, without GPUs, logical CPUs.
 DEVICES_VARIABLE = "HOP_TF_DEVICES_PER_WORKER"
 _DURATIONS = ("timeout_seconds", "progress_timeout_seconds", "report_interval_seconds")
 TLS_FILES = ("tls_certificate_chain", "tls_private_key", "tls_root_certificates")
@@ -39,20 +39,22 @@ class CommunicationOptions:
     """Settings of the communication between ranks: deadlines, credentials and records.
 
     A peer is *lost* when no message of any kind, not even a heartbeat, has come from it for `timeout_seconds`. This
-    covers a killed or frozen process, a cut network and a peer that was never started. A distant peer has eight round
-    trips more, because its heartbeats need them, but at most twice the time. A peer may be alive and not deliver, for
-    instance because it evaluates while others train. Ranks wait for such a peer for up to `progress_timeout_seconds`.
+    covers a killed or frozen process, a cut network and a peer that was never started. Eight round trips to the peer
+    are added, because its heartbeats need them; the sum is at most 2 * `timeout_seconds`. A living peer may deliver
+    nothing for a while, for instance because it evaluates while others train. Ranks wait for such a peer for up to
+    `progress_timeout_seconds`.
 
     Attributes:
       timeout_seconds: Silence after which a peer counts as lost. Default 60.
       progress_timeout_seconds: Longest wait for a living peer's contribution. Default 3600.
-      data_plane: The way of arrays between ranks. "tcp": over plain sockets on a port that the system chooses; under
-        TLS, and while the port cannot be reached, as with "grpc". "grpc": over gRPC on the address of the cluster
-        description, which costs about three times the processor time. Ranks may differ. Default "tcp".
+      data_plane: The connections that carry arrays between ranks. "tcp": plain sockets on a port that the system
+        chooses. Under TLS, and while the port cannot be reached, arrays travel as with "grpc". "grpc": gRPC on the
+        address of the cluster description, which costs about three times the processor time. Ranks may differ. Default
+        "tcp".
       interfaces: Addresses of this machine, one for each network interface that arrays travel on. Connections of the
-        first bulk lane use the first address at both ends, and so on. All addresses differ; all ranks have the same
-        number of them; for `data_plane` "tcp" without TLS. Default None: the addresses in the environment variable
-        HOP_TF_INTERFACES, separated by commas, if the variable is set.
+        first bulk lane use the first address at both ends, and so on. The addresses must differ, and all ranks must
+        give the same number of them. Only for `data_plane` "tcp" without TLS. Default None: the addresses in the
+        environment variable HOP_TF_INTERFACES, separated by commas, if the variable is set.
       bandwidth_bits_per_second: The known or estimated rate of this rank's link. If round trips are long, the parts of
         an all-reduce travel over as many connections as are needed to fill the link. (A connection has at most about
         3 MiB in flight.) Together, the connections send no faster than this rate. A higher rate than the link's causes
@@ -66,8 +68,8 @@ class CommunicationOptions:
       cluster_token: A secret that every rank of the job shares: a random text. Both sides of a connection prove that
         they know the token, without sending it. A peer without the token is refused, and training goes on. Default
         None: no token.
-      on_nonfinite: The reaction of a rank that is about to send NaN or infinite values. "warn": the rank warns of the
-        first ones, and `strategy.report()` counts such steps as `nonfinite_steps`. "raise": the rank raises a
+      on_nonfinite: The reaction of a rank that is about to send NaN or infinite values. "warn": the rank warns at the
+        first such step, and `strategy.report()` counts such steps as `nonfinite_steps`. "raise": the rank raises a
         `HopError` before it sends the values, and ends the job. "raise" is refused with a `LossScaleOptimizer`, whose
         gradients sometimes overflow and are then left out. Default "warn".
       log_dir: Directory for the records of each rank: `strategy.report()` for TensorBoard, and events for
@@ -76,7 +78,7 @@ class CommunicationOptions:
       report_interval_seconds: Time between two reports for TensorBoard. Default 5.
 
     Raises:
-      TypeError: If an argument has another type.
+      TypeError: If an argument has a wrong type.
       ValueError: If a duration or the rate is not positive and finite, the data plane is unknown, the interfaces or the
         token cannot be used, or the TLS files are incomplete, unreadable, of another format or do not belong together.
     """
@@ -95,7 +97,7 @@ class CommunicationOptions:
     report_interval_seconds: float = 5.0
 
     def __post_init__(self):
-        # Sums with a NumPy scalar become NumPy scalars too, and a float32 cannot hold the fractions of clock seconds.
+        # A sum with a NumPy scalar is a NumPy scalar, too, and a float32 cannot hold the fractions of clock seconds.
         for name in _DURATIONS:  # The limit is centuries; threads cannot wait for longer.
             object.__setattr__(self, name, _checked_number(self, name, "seconds", threading.TIMEOUT_MAX))
         rate = _checked_number(self, "bandwidth_bits_per_second", "bits per second", sys.float_info.max)
@@ -150,7 +152,7 @@ def read_tls_files(options: CommunicationOptions) -> TlsFiles | None:
     if not options.uses_tls:
         return None
     contents = {name: _read(name, getattr(options, name)) for name in TLS_FILES}
-    # This checks the files only. gRPC decides which strengths of keys are allowed.
+    # This checks the files only. gRPC decides which key strengths are allowed.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
     for name in ("tls_root_certificates", "tls_certificate_chain"):

@@ -41,10 +41,10 @@ from hop_tf.transport.own_name import check_own_name
 
 
 class ExchangeStrategy(tf.distribute.Strategy, Scheme):
-    """Base class of the strategies: this process is a rank, which exchanges with other processes.
+    """Base class of the strategies: this process is a rank, which exchanges messages with other processes.
 
-    Subclasses make the two halves of a group of variables: an `Algorithm` in the training graph (`make_algorithm`), and
-    an `Exchange` on a communication thread (`make_exchange`).
+    For each group of variables, subclasses make two halves: an `Algorithm` in the training graph (`make_algorithm`),
+    and an `Exchange` on a communication thread (`make_exchange`).
 
     Use as any `tf.distribute.Strategy`: build and compile the model in `scope()`, then call `fit`. In a world of one
     (no `TF_CONFIG`), models train as they do without a strategy.
@@ -56,22 +56,21 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
       neighbors: Ranks that the scheme exchanges messages with. Default: all.
-      skips_steps: A sentence for errors, if the scheme may skip training steps (`Result.num_skipped`): it says so,
-        and how users can avoid skipped steps. Default "": the scheme skips no steps.
+      skips_steps: For a scheme that may skip training steps (`Result.num_skipped`): a sentence for error texts. It says
+        that steps may be skipped, and how users can avoid this. Default "": the scheme skips no steps.
       continue_without_lost: True if ranks train on when a rank is lost. In `fit` they then share the lost rank's rows.
         See `Scheme.agrees_on_roster`.
-      min_ranks: For `continue_without_lost`: the least number of ranks, including this rank, that are neither lost nor
-        failed. With fewer, a rank raises `PeerLostError`: it may have been cut off from others that train on. At most
-        the number of ranks; equal on all ranks. Default None: more than half of the ranks, so that at most one side of
-        a cut network goes on. The default is 1 for two ranks, because neither can tell which rank was cut off. It is
-        also 1 with servers, because no rank trains without the servers.
+      min_ranks: For `continue_without_lost`: the minimum number of ranks, including this rank, that are neither lost
+        nor failed. With fewer, a rank raises `PeerLostError`: it may have been cut off from others that train on. At
+        most the number of ranks; equal on all ranks. Default None: more than half of the ranks, so that at most one
+        side of a cut network continues. The default is 1 for two ranks, because neither can tell which rank was cut
+        off. It is also 1 with servers, because no rank trains without the servers.
       patience_seconds: For `continue_without_lost`: silence after which the others leave a rank behind. The rank joins
         the others again when it wakes. At least 0.5, and less than `timeout_seconds`; equal on all ranks. Default None:
-        a silent rank is lost after `timeout_seconds`, and raises when it wakes.
-      servers: The parameter servers, by their places in the cluster.
-      joins_at_once: True if a rank that was started again trains from its first step on, with the state from
-        `Algorithm.begin`. Otherwise the rank skips the steps that the others have made, and takes the state of one of
-        them.
+        a silent rank is lost after `timeout_seconds`, and raises an error when it wakes.
+      servers: The parameter servers, by their indices in `Cluster.all_addresses`.
+      joins_at_once: True if a restarted rank trains from its first step on, with the state from `Algorithm.begin`.
+        Otherwise the rank skips the steps that the others have made, and takes the state of one of the others.
       batch_shares: The part of each global batch that each rank takes: a list with a positive number for each rank, or
         "auto", in proportion to measured speeds. A scheme weights its averages by `training.shares.rows`. Default None:
         all parts are equal, and averages are not weighted.
@@ -79,8 +78,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     Raises:
       ValueError: If `min_ranks`, `patience_seconds` or `batch_shares` is not as above, or a device does not exist.
-      ClusterConfigError: If the description of the cluster is not valid, or this rank's own name stands for a loopback
-        address, which others do not reach.
+      ClusterConfigError: If the description of the cluster is not valid, or if this rank's own name resolves to a
+        loopback address, which other machines cannot reach.
       HopError: If this rank's address cannot be bound.
       RuntimeError: If Keras does not run on TensorFlow.
     """
@@ -221,10 +220,10 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         return tuple(share / sum(shares) for share in shares)
 
     def synchronize(self, model: keras.Model) -> None:
-        """Averages the floating-point weights of `model` over all ranks; equal to the bit afterwards.
+        """Averages the floating-point weights of `model` over all ranks. They are then equal to the bit on all ranks.
 
-        States that `hop_tf.state` marks become a sum, the maximum or rank 0's value, or stay the rank's own. An
-        untrained state without a mark stays the rank's own, too.
+        A state marked by `hop_tf.state` becomes the sum, the maximum or rank 0's value, or stays the rank's own, as its
+        mark says. An untrained state without a mark stays the rank's own, too.
 
         A collective: every rank calls this method, between calls of `fit`. A rank may have made less than 90 % of the
         steps that others have made in the last training. The weights of such a rank do not count: it gets the weights
@@ -283,12 +282,12 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
           - `compute_seconds`: the median duration of the latest steps, without waiting. This entry and `wait_seconds`
             stay 0 with `run_eagerly`, and with TensorFlow's op determinism;
           - `wait_seconds_for_rank_<r>` and `wait_seconds_for_ps_<s>`: time for which communication within steps has
-            waited for this rank or server. Ranks and servers without waits have no entry;
+            waited for rank r or server s. Ranks and servers without waits have no entry;
           - `ranks_lost` and `ranks_left`: number of times that another rank was lost, or left by an exception, and this
-            rank went on;
+            rank continued;
           - `ranks_joined`: number of times that another rank joined again;
-          - `times_left_behind`: number of times that the others went on without this rank, which was silent for
-            `patience_seconds`, and let it join them again;
+          - `times_left_behind`: number of times that this rank was silent for `patience_seconds`, the others continued
+            without it, and it joined them again;
           - `nonfinite_steps`: see `CommunicationOptions.on_nonfinite`;
           - `batch_share`: the part of each batch that this rank takes, only with `batch_shares`;
           - `bytes_sent`, `bytes_received`, `messages_sent`, `messages_received`, `connections_refused`;
@@ -355,7 +354,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     @property
     def num_exchanged_bytes(self) -> int:
-        """Bytes of the variables that are exchanged in a step, over all optimizers that still exist."""
+        """Bytes of the variables that are exchanged in a step, summed over all optimizers that still exist."""
         return self._runtime.num_bytes if self._runtime else 0
 
     @property
@@ -366,7 +365,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def shutdown(self) -> None:
         """Leaves the cluster for good and releases the port and all threads. Idempotent; also runs at exit.
 
-        Another strategy can then be made on the same addresses. It trains when all ranks have made theirs.
+        Another strategy can then be made on the same addresses. It trains when all ranks have made a new strategy.
 
         Blocks: until all sent messages, and in a custom loop the messages that others count on, have arrived at the
           ranks that still listen. Messages that take longer than `progress_timeout_seconds` are given up.
@@ -388,8 +387,9 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         """Returns the dataset that `dataset_fn(input_context)` makes for this rank. `fit` uses the dataset unchanged.
 
         Args:
-          dataset_fn: Takes a `tf.distribute.InputContext`, which knows the number of ranks, this rank, and the batch
-            size of a rank: `get_per_replica_batch_size(global_batch_size)`, in proportion to `batch_shares` if given.
+          dataset_fn: Function of a `tf.distribute.InputContext`, which holds the number of ranks, this rank, and the
+            batch size of a rank: `get_per_replica_batch_size(global_batch_size)`, in proportion to `batch_shares` if
+            given.
           options: Ignored.
 
         Returns:
@@ -410,7 +410,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
     def reduce(self, reduce_op, value, axis):
         """Combines a value of all ranks, as `strategy.run` returns it; see `tf.distribute.Strategy.reduce`.
 
-        A collective: every rank calls it as often as the others do, in the same order, in a tf.function or not.
+        A collective: all ranks make the same calls in the same order, inside or outside of a tf.function.
 
         Args:
           reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
@@ -431,7 +431,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         return super().reduce(reduce_op, value, axis)
 
     def gather(self, value, axis):
-        """Concatenates a tensor of all ranks along `axis`, in their order; see `reduce`."""
+        """Concatenates a tensor of all ranks along `axis`, in the order of the ranks; see `reduce`."""
         return super().gather(value, axis)
 
 
@@ -466,7 +466,7 @@ def _checked_min_ranks(min_ranks: int | None, world_size: int, continue_without_
     return min_ranks
 
 
-# An import, for instance, can hold up the threads that answer for some tenths of a second.
+# An import, for instance, can delay the threads that answer other ranks, by some tenths of a second.
 _LEAST_PATIENCE = 0.5
 
 
@@ -498,7 +498,7 @@ def _check_json(name: str, value: object) -> None:
 
 
 def _shut_down_at_exit(method: weakref.WeakMethod) -> None:
-    """Shuts a strategy down, with the exception that ends the program: it may have ended a custom loop."""
+    """Shuts a strategy down, with the exception that ends the program. The exception may have ended a custom loop."""
     shut_down, is_interactive = method(), hasattr(sys, "ps1")  # In an interactive session, `last_value` may be old.
     if shut_down is not None:
         shut_down(None if is_interactive else getattr(sys, "last_value", None))

@@ -1,10 +1,12 @@
 """Communication graphs for decentralized training, and the weights of the averages.
 
-An edge j -> i says that rank j sends its parameters to rank i, and that they have the weight W[j, i] there. Ranks that
-keep averaging converge to the mean of their initial values: W is doubly stochastic and the graph strongly connected.
+Along an edge j -> i, rank j sends its parameters to rank i, which averages them with the weight W[j, i]. Ranks that
+keep averaging converge to the mean of their initial values, because W is doubly stochastic and the graph is strongly
+connected.
 
 References:
-  Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. Its figures etc. are cited below.
+  Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. Figures, sections etc. cited below
+    are from this paper.
   Xiao, Boyd. Fast linear iterations for distributed averaging. Systems & Control Letters 53, 2004.
   Ying et al. Exponential Graph is Provably Efficient for Decentralized Deep Training. NeurIPS 2021.
 """
@@ -24,7 +26,7 @@ _SUM_TOLERANCE = 1e-6  # A matrix that was computed in float32 satisfies this to
 class Topology:
     """A communication graph and its mixing matrix. Immutable; made by a class method or by `resolve`.
 
-    A graph gets the weights 1 / (number of in-neighbors + 1), Equation 1, if that number is the same at all ranks. An
+    If all ranks have the same number of in-neighbors, all weights are 1 / (number of in-neighbors + 1), Equation 1. An
     undirected graph with different degrees d gets Metropolis-Hastings weights (Xiao, Boyd), which keep W doubly
     stochastic: 1 / (1 + max(d_i, d_j)) for an edge, and the rest to 1 for the rank itself.
 
@@ -35,7 +37,7 @@ class Topology:
 
     Args:
       mixing_matrix: Array [n, n] of finite, non-negative values; [j, i] is the weight of rank j's parameters at rank i.
-        Positive on the diagonal; columns and rows sum to 1 within 1e-6. Its positive entries are the edges. Copied.
+        Positive on the diagonal; columns and rows sum to 1 within 1e-6. Positive entries are the edges. It is copied.
       name: The name that `repr` shows.
 
     Raises:
@@ -68,7 +70,7 @@ class Topology:
 
     @classmethod
     def ring_based(cls, world_size: int) -> Topology:
-        """A ring in which each rank also exchanges with the most distant rank (Figure 11, 2); in an odd world, two.
+        """A ring in which each rank also exchanges with the most distant rank, or the two most distant (Figure 11, 2).
 
         Args:
           world_size: Number of ranks, at least 1.
@@ -83,7 +85,7 @@ class Topology:
 
     @classmethod
     def double_ring(cls, world_size: int) -> Topology:
-        """Two `ring_based` graphs, the lower and the upper half of the ranks, joined node to node (Figure 11, 3).
+        """Two `ring_based` graphs, on the lower and the upper half of the ranks, joined node to node (Figure 11, 3).
 
         Args:
           world_size: Number of ranks, at least 1.
@@ -98,7 +100,7 @@ class Topology:
         adjacency = np.zeros((world_size, world_size), bool)
         for half in (lower, upper):
             adjacency[np.ix_(half, half)] = _ring_based(len(half))
-        # In an odd world the lower half has one rank more. This rank is joined to the first rank of the upper half.
+        # If `world_size` is odd, the lower half has one more rank. It is joined to the first rank of the upper half.
         for rank, peer in zip(lower, itertools.cycle(upper), strict=False):
             adjacency[rank, peer] = adjacency[peer, rank] = True
         return cls._from_adjacency(adjacency, name="double_ring")
@@ -136,10 +138,10 @@ class Topology:
 
     @classmethod
     def hierarchical(cls, hosts: Sequence[str]) -> Topology:
-        """All-to-all inside a host, a ring among hosts, for a network that is slower than the hosts (Figure 21, c).
+        """All-to-all inside a host, a ring among hosts, for hosts with a slower network between them (Figure 21, c).
 
-        A host's last rank exchanges with the next host's first rank. In a step, two updates enter a host and two leave,
-        at different ranks if the host has several. The departure of one rank never splits the graph.
+        A host's last rank exchanges with the next host's first rank. In a step, two updates enter a host and two leave
+        it, at different ranks if the host has several. The departure of one rank never splits the graph.
 
         Args:
           hosts: The name of each rank's host. The hosts form the ring in order of first appearance.
@@ -241,7 +243,7 @@ class Topology:
 
     @property
     def diameter(self) -> int:
-        """The largest shortest path length: steps until every rank has heard of every other."""
+        """The largest shortest path length: the number of steps until every rank's update has reached all others."""
         return nx.diameter(self._graph)
 
     def is_doubly_stochastic(self, atol: float = _SUM_TOLERANCE) -> bool:
@@ -259,7 +261,7 @@ class Topology:
         return float(moduli[-1] - moduli[-2]) if self.world_size > 1 else 1.0
 
     def max_iteration_gap_bound(self, i: int, j: int, max_iteration_gap: int) -> int:
-        """The most steps that rank i can be ahead of rank j in standard training with token queues: Theorem 2.
+        """The bound on the steps that rank i can be ahead of rank j in standard training with token queues: Theorem 2.
 
         min(length(Path_j->i), max_iteration_gap * length(Path_i->j)); `max_iteration_gap`, max_ig, is at least 1.
         """

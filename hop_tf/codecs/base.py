@@ -18,7 +18,7 @@ from hop_tf.tensors.buffers import BufferPool
 class Codec(abc.ABC):
     """Encodes vectors.
 
-    Members are frozen dataclasses without state: equal settings make equal codecs, and ranks compare their `repr`.
+    Codecs are frozen dataclasses without state: equal settings make equal codecs, and ranks compare their `repr`.
 
     Args:
       error_feedback: True to keep the loss of each vector, and add it to the next vector before encoding. That costs
@@ -26,7 +26,7 @@ class Codec(abc.ABC):
 
     Attributes:
       name: The name for `get`.
-      selects_values: True if the codec sends some values only.
+      selects_values: True if the codec sends only some of the values.
 
     Raises:
       ValueError: If an argument is out of range.
@@ -47,7 +47,7 @@ class Codec(abc.ABC):
 
     @property
     def granularity(self) -> int:
-        """The number of values such that a vector should be cut at its multiples only."""
+        """A number of values: a vector should be cut only at multiples of it."""
         return 1
 
     @property
@@ -61,7 +61,7 @@ class Codec(abc.ABC):
 
     @property
     def for_sums(self) -> Codec:
-        """The codec for sums of several ranks' values that ranks pass on."""
+        """The codec for partial sums over several ranks, which ranks pass on in an all-reduce."""
         return self
 
     @property
@@ -96,7 +96,7 @@ class Codec(abc.ABC):
           out: 1-D array of float32 or float64 that takes the values.
 
         Raises:
-          ValueError: If `data` is no encoding of that number of values: it has another length, or is malformed.
+          ValueError: If `data` does not encode `out.size` values: it has another length, or is malformed.
         """
 
     def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
@@ -111,7 +111,7 @@ class Codec(abc.ABC):
         raise NotImplementedError(f"{self} does not encode in the graph.")
 
     def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
-        """Makes the encoding of some values of an encoded vector, times a factor.
+        """Returns the encoding of some values of an encoded vector, times a factor.
 
         Args:
           data: See `decode`.
@@ -141,7 +141,7 @@ class Codec(abc.ABC):
         return total
 
     def total(self, parts: Sequence[np.ndarray], values: np.ndarray, factor: float, pool: BufferPool) -> np.ndarray:
-        """Returns the sum, in float32 at least, of a vector and encoded ones, times a factor.
+        """Returns the sum, in float32 at least, of a vector and encoded vectors, times a factor.
 
         Args:
           parts: Encoded vectors, at least one. See `data` of `decode`.
@@ -170,7 +170,7 @@ class Codec(abc.ABC):
         out *= out.dtype.type(factor)
 
     def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
-        """Encodes the sum, in float32, of an encoded vector and `values`: a hop of a ring.
+        """Encodes the sum, in float32, of an encoded vector and `values`: one hop of a ring all-reduce.
 
         Args:
           data: See `decode`.

@@ -17,7 +17,7 @@ from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, NUM_CODES, check_block_size
 from hop_tf.tensors.buffers import BufferPool
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
-# A block of every operand stays in the cache of a core.
+# One block of each operand fits in the cache of a core.
 _BLOCK_VALUES = 1 << 15
 # Bytes of a sketch before its codes.
 _BUCKETS_BYTES = 4 * NUM_CODES
@@ -25,11 +25,11 @@ _BUCKETS_BYTES = 4 * NUM_CODES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Identity(Codec):
-    """Leaves float32 as it is.
+    """Sends values as they are, or rounded to another type.
 
     Args:
       dtype: The type to send: any floating-point type. float32 is rounded to a type of 16 bits. `decode` and
-        `accumulate` convert to the type of their array.
+        `accumulate` convert to the type of the array that they write to. Default "float32".
     """
 
     name: ClassVar[str] = "identity"
@@ -105,7 +105,8 @@ class Truncate16(Codec):
 
     Args:
       round_to_nearest: True to round values to the nearest (ties to even) instead of towards zero. Default False, as in
-        the paper. Rounding towards zero always loses in the same direction. `error_feedback`, or this, corrects that.
+        the paper. Rounding towards zero makes magnitudes smaller on average. This argument, or `error_feedback`,
+        corrects that.
 
     References:
       Li et al. Pipe-SGD: A Decentralized Pipelined SGD Framework for Distributed Deep Net Training. NeurIPS 2018.
@@ -193,7 +194,7 @@ class Int8(Codec):
         return 4 * num_blocks(num_values, self.block_size) + num_values
 
     def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns codes and scales. In `data` the scales come first, where they are aligned."""
+        """Returns codes and scales. In `data` the scales come first, so that they are aligned."""
         checked(self, data, self._num_bytes(num_values), num_values)
         end = 4 * num_blocks(num_values, self.block_size)
         return data[end:].view(np.int8), data[:end].view(np.float32)
@@ -201,7 +202,7 @@ class Int8(Codec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantileSketch(Codec):
-    """Sorts the values of a chunk into 256 buckets, and sends their numbers and each bucket's mean.
+    """Sorts the values of a chunk into 256 buckets, and sends each value's bucket number and each bucket's mean.
 
     Args:
       spacing: 1 for buckets with equal numbers of values; towards 0 for buckets of equal width. Default 1/2.
@@ -255,6 +256,6 @@ class QuantileSketch(Codec):
         arrays.quantile_sketch_accumulate(*self._split(data, accumulator.size), accumulator)
 
     def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns codes and bucket values. In `data` the bucket values come first, where they are aligned."""
+        """Returns codes and bucket values. In `data` the bucket values come first, so that they are aligned."""
         checked(self, data, _BUCKETS_BYTES + num_values, num_values)
         return data[_BUCKETS_BYTES:], data[:_BUCKETS_BYTES].view(np.float32)

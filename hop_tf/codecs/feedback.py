@@ -9,7 +9,7 @@ from hop_tf.tensors.buffers import BufferPool
 
 
 class ErrorFeedback:
-    """Encodes the pieces of a vector, and adds the loss to the same piece of the next vector.
+    """Encodes the pieces of a vector, and adds the loss of each piece to the same piece of the next vector.
 
     With residual e: v = values + e; the codec sends encode(v); e = v - decode(encode(v)). So the sum of all sent values
     differs from the sum of all values by the last residual only. A piece with a value that is not finite is sent as it
@@ -30,7 +30,7 @@ class ErrorFeedback:
         self._residual = np.zeros(num_values, np.float32)
 
     def encode(self, values: np.ndarray, where: slice, pool: BufferPool) -> np.ndarray:
-        """Does the same as `try_encode` for a piece that is sent in any case: keeps the loss, and returns the data."""
+        """Encodes a piece that is certain to be sent: calls `try_encode`, keeps the loss, and returns the data."""
         data, lost = self.try_encode(values, where, pool)
         self.keep(lost, where)
         return data

@@ -18,7 +18,7 @@ from hop_tf.tensors.buffers import BufferPool
 class _FewBits(Codec, abc.ABC):
     """Sends the scales of all blocks, as bfloat16, and then a code for each value.
 
-    The first value's code is in the lowest bits of the first byte. Bits behind the last code are 0.
+    The first value's code is in the lowest bits of the first byte. Bits after the last code are 0.
     """
 
     bits: ClassVar[int]
@@ -60,10 +60,10 @@ class _FewBits(Codec, abc.ABC):
         return pool.take(2 * num_scales + num_bytes)
 
     def _received(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-        """Does the same as `_split` for data to decode, which it checks."""
+        """Does the same as `_split` for data to decode, and checks these data."""
         scales, codes = self._split(data, num_values)
         num_in_last = num_values * self.bits % 8
-        if num_in_last and codes[-1] >> num_in_last:  # Otherwise data of one value more could pass.
+        if num_in_last and codes[-1] >> num_in_last:  # Otherwise an encoding of one more value could be accepted.
             raise ValueError(
                 f"`data` must be {num_values} values in the format of {self}. Received: {data.nbytes} bytes. The bits "
                 "after the last code are not zero."
@@ -71,7 +71,7 @@ class _FewBits(Codec, abc.ABC):
         return scales, codes
 
     def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns scales and codes. In `data` the scales come first, where they are aligned."""
+        """Returns scales and codes. In `data` the scales come first, so that they are aligned."""
         num_scales, num_bytes = few_bits_sizes(num_values, self.block_size, self.bits)
         checked(self, data, 2 * num_scales + num_bytes, num_values)
         return data[: 2 * num_scales].view(np.uint16), data[2 * num_scales :]
@@ -83,7 +83,7 @@ class Bits4(_FewBits):
 
     The scale is the block's value of largest magnitude, with its sign, as a bfloat16. Of two values that differ in sign
     only, it is the positive one. A value divided by scale / 64 is rounded to an integer, ties to even. The code is the
-    number of the level nearest to that integer. No integer is equally near to two of the levels, which are
+    index of the level nearest to that integer. No integer is equally near to two of the levels, which are
 
         -55 -42 -31 -22 -15 -8 -3 0 3 8 13 20 29 38 51 64
 
@@ -119,17 +119,18 @@ class Bits4(_FewBits):
 class Bits2(_FewBits):
     """Sends each value's sign, and one bit for its magnitude: for the values of `TopK`, which are far from zero.
 
-    A block has two magnitudes. It is split at its mean magnitude, and then in the middle between the means of both
-    parts. The means of the two parts that this leaves are what their values decode to. So the sum of all magnitudes in
-    a block stays the same, but for rounding, and the loss is at most the standard deviation of the magnitudes.
+    A block has two magnitudes. Its values are split at their mean magnitude. Then they are split anew, in the middle
+    between the mean magnitudes of the two parts. Each value decodes to the mean magnitude of its final part. So the sum
+    of all magnitudes in a block stays the same, except for rounding, and the loss is at most the standard deviation of
+    the magnitudes.
 
     There is no level for zero. In a dense vector zeros become the smaller magnitude: take `error_feedback` there.
 
-    Magnitudes are split as integers: as multiples of 1/32768 of the block's largest one, rounded, ties to even. What is
-    equal to the border, or above it by less than such a unit, belongs to the lower part. Means are rounded to the
-    nearest bfloat16, ties to even, but never to infinity. If a part is empty, or its mean is below 2^-119, its mean is
-    0. A block whose magnitudes are all below 2^-119 decodes to zeros. A block with a value that is not finite decodes
-    to nan.
+    Magnitudes are split as integers: as multiples of 1/32768 of the block's largest one, rounded, ties to even. A
+    magnitude that equals the border, or exceeds it by less than such a unit, belongs to the lower part. Means are
+    rounded to the nearest bfloat16, ties to even, but never to infinity. If a part is empty, or its mean is below
+    2^-119, its mean is 0. A block whose magnitudes are all below 2^-119 decodes to zeros. A block with a value that is
+    not finite decodes to nan.
 
     Bytes: 4 for both means of each block, the smaller first, then a quarter of a byte for each value. The lowest two
     bits of a byte have the first value: 1 for the larger magnitude, plus 2 for a negative value.

@@ -16,7 +16,7 @@ from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
 from hop_tf.tensors.packing import TensorSpec
 
-# Other kernels travel as they are: those with fewer values, or with less reduction by factors.
+# Kernels with fewer values, or with a smaller reduction of values by factors, are sent as they are.
 _MIN_VALUES = 1 << 14
 _MIN_REDUCTION = 4
 # Rows and columns of the kernel that `bytes_per_value` describes.
@@ -27,14 +27,15 @@ _NOMINAL_SIZE = 1024
 class LowRank:
     """Sends a large kernel, m x k, as two factors, m x r and k x r. Other values pass through a codec.
 
-    Ranks find the factors of their mean together: see `hop_tf.collectives.low_rank`. So it is no `Codec`, which encodes
-    any vector. Strategies take it if their ranks average gradients, or changes, in rounds: `PipeSGDStrategy`,
+    Ranks find the factors of their mean together: see `hop_tf.collectives.low_rank`. So `LowRank` is no `Codec`, which
+    encodes any vector. Strategies accept it if their ranks average gradients, or changes, in rounds: `PipeSGDStrategy`,
     `DTSStrategy`, and `CanaryStrategy` with consistency="bsp". The part of a value that factors lose is added to the
     value of the next round.
 
-    All ranks must have hop_tf's compiled kernels, or none: without them, means may differ in the last bit.
+    Either all ranks or no rank must have the compiled kernels of `hop_tf.ops`. In a mixed job, means may differ in the
+    last bit.
 
-    A mean takes two all-reduces after each other in place of one, and a rank's matrix products. So it is for slow
+    A mean takes two successive all-reduces instead of one, and matrix products on each rank. So `LowRank` is for slow
     links.
 
     Args:
@@ -63,14 +64,14 @@ class LowRank:
         return self.codec.bytes_per_value * 2 * self.rank / _NOMINAL_SIZE
 
     def factorizes(self, spec: TensorSpec) -> bool:
-        """True if a tensor travels as factors: it is a large float32 matrix."""
+        """True if a tensor is sent as factors, because it is a large float32 matrix."""
         if spec.exact or len(spec.shape) != 2 or spec.dtype != tf.float32:
             return False
         return spec.num_elements >= max(_MIN_VALUES, _MIN_REDUCTION * self.rank * sum(spec.shape))
 
 
 def get_for_means(codec: str | Codec | LowRank | None) -> Codec | LowRank:
-    """The codec that an argument stands for, of a strategy whose ranks average whole kernels.
+    """The codec that an argument stands for, in a strategy whose ranks average whole kernels.
 
     Args:
       codec: As for `get`; or a `LowRank`, or "low_rank" for one with its defaults.

@@ -27,7 +27,7 @@ _ALIGNMENT_BYTES = 64
 
 # Sampling stride used to estimate the largest magnitudes. A prime, so that a sample is no column of a layer's kernel.
 _SAMPLE_STRIDE = 61
-# Number of standard deviations by which the estimate is too low on purpose.
+# Number of standard deviations by which the estimate is lowered on purpose.
 _MARGIN = 4
 
 
@@ -44,19 +44,19 @@ class Sparse(Codec):
         the rest                        the m values, encoded with `values`
 
     Indices are Rice codes of the gaps between them. A remainder has s = floor(log2(0.96 n / m)) bits, and 0 at least.
-    First come all remainders, gap modulo 2^s, up to the end of a byte. Then come all quotients, gap divided by 2^s and
-    rounded down: as many zeros, and a one. Bits fill a byte from the lowest on, and are 0 behind the last one. If one
-    value in 100 is sent, an index takes 8.1 bits. See `hop_tf.ops.gaps`.
+    First come all remainders, gap modulo 2^s, padded to whole bytes. Then come all quotients, gap divided by 2^s and
+    rounded down: a quotient q is q zeros and a one. Bits fill a byte from the lowest bit on. Bits after the last one
+    are 0. If one value in 100 is sent, an index takes 8.1 bits. See `hop_tf.ops.gaps`.
 
-    In an all-reduce, each rank sends such data to all ranks. If whole vectors, encoded with `values`, are shorter to
-    send, ranks average these instead. They also do so in a step in which the data of a single rank are too long. In
+    In an all-reduce, each rank sends such data to all ranks. If it takes fewer bytes to average whole vectors, encoded
+    with `values`, ranks do that instead. They also do so in a step in which the data of a single rank are too long. In
     whole vectors, `Bits4` takes the place of `Bits2`, which has no level for zero.
 
     Args:
       values: The codec for the values: one without error feedback that is not sparse itself, a name, or None for
         `Identity()`. Default None.
-      ratio: The expected share of a vector's values that are not zero, above 0 and at most 1. It decides which way is
-        shorter, and limits nothing. A vector with a larger share may cost a further message. Default 1.
+      ratio: The expected share of a vector's values that are not zero, above 0 and at most 1. It decides if whole
+        vectors are averaged, and is not a limit. A vector with a larger share may cost a further message. Default 1.
       warmup_steps: Number of first steps of each `fit` in which the share is larger. See `TopK`. Default 0.
       error_feedback: See `Codec`. Only if `values` is lossy.
     """
@@ -142,7 +142,7 @@ class Sparse(Codec):
     def entries(
         self, data: np.ndarray, num_values: int, dtype: np.dtype | type = np.float32
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Decodes the values that were sent of a vector, without the zeros.
+        """Decodes those values of a vector that were sent, without the zeros.
 
         Args:
           data: See `decode`.
@@ -150,7 +150,7 @@ class Sparse(Codec):
           dtype: Type of the values.
 
         Returns:
-          Indices, strictly increasing, and the values there.
+          Indices, strictly increasing, and the values at these indices.
 
         Raises:
           ValueError: See `decode`.
@@ -198,7 +198,7 @@ class TopK(Sparse):
 
         ratio^((t + 1) / (warmup_steps + 1))
 
-    Without `error_feedback`, the other values are lost: that is for schemes that keep them themselves.
+    Without `error_feedback`, the other values are lost, unless the scheme itself keeps them.
 
     Args:
       values: See `Sparse`.

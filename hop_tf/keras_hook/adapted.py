@@ -1,4 +1,4 @@
-"""Tables of preprocessing layers, such as vocabularies. They are no weights, so that no broadcast makes them equal."""
+"""Tables of preprocessing layers, such as vocabularies. They are not weights, so no broadcast makes them equal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hop_tf.keras_hook.ownership import Owner, mark_of
 
 _CLAIM = "tables of preprocessing layers"
 _MAX_NUMBERS = 1000  # Numbers of a table that ranks compare, evenly spaced: enough to notice different data.
-_TOLERANCE = 1e-3  # Machines add up in different orders.
+_TOLERANCE = 1e-3  # Machines add numbers in different orders.
 _REMEDIES = {
     keras.layers.TextVectorization: "set_vocabulary(tokens)",
     IndexLookup: "set_vocabulary(tokens)",
@@ -39,7 +39,7 @@ _counter = itertools.count()
 
 
 def become_rank() -> None:
-    """Makes this thread a rank of its own, as in `InProcessCluster`: it keeps the layers that it creates to itself."""
+    """Makes this thread a rank of its own, as in `InProcessCluster`: layers that it creates are visible only to it."""
     _thread.layers = weakref.WeakValueDictionary()
 
 
@@ -50,7 +50,7 @@ def watch_tables() -> None:
         if issubclass(type(each), tuple(_REMEDIES)):
             _note(each)
     for kind in _REMEDIES:
-        kind.__new__ = staticmethod(_noting(kind))  # Not `__init__`: Keras inspects its arguments.
+        kind.__new__ = staticmethod(_noting(kind))  # `__init__` stays, because Keras inspects its arguments.
 
 
 def _noting(kind: type) -> Callable:
@@ -72,7 +72,7 @@ class _Table:
 
     Attributes:
       remedy: The call or the arguments that give the layer a table.
-      tokens: The vocabulary, in the order of the tokens' numbers.
+      tokens: The vocabulary, in the order of the tokens' indices.
       numbers: Triples of a name, a value, and the scale that differences of the value are compared with.
     """
 
@@ -87,12 +87,12 @@ class _Table:
         return [zlib.crc32("\0".join(self.tokens).encode()), len(self.tokens), len(self.numbers), self.numbers[::step]]
 
 
-# By layer: what the table was made from, and the table.
+# For each layer, the object that identifies the table (see `_source_of`), and the table.
 _tables: weakref.WeakKeyDictionary[keras.Layer, tuple[object, _Table]] = weakref.WeakKeyDictionary()
 
 
 def _table_of(layer: keras.Layer) -> _Table | None:
-    """The table of a layer; None if it has none yet. A large vocabulary is read once."""
+    """The table of a layer; None if the layer has no table yet. A large vocabulary is read once."""
     source, read = _source_of(layer)
     if source is None:
         return None
@@ -172,7 +172,7 @@ class AdaptedLayers:
         """Compares the tables with rank 0's. A collective.
 
         Args:
-          share: Gives every rank each rank's bytes.
+          share: Sends this rank's bytes to all ranks, and returns the bytes of every rank.
 
         Raises:
           MismatchError: On all ranks, if a rank has another table than rank 0.

@@ -45,10 +45,10 @@ class BackupAgreement:
 
     A rank may have died before it made its last backup, or may be new in a job with more ranks than before. All ranks
     that have backups take the newest one that they have in common. If they have none in common, the newest backup of
-    any rank counts. A rank that lacks the backup gets a copy. The whole job can continue from any backup of one rank.
+    any rank counts. A rank that lacks the backup gets a copy. So one rank's backup is enough for the whole job.
 
     Args:
-      callbacks: As `fit` takes them.
+      callbacks: The `callbacks` argument of `fit`.
 
     Attributes:
       claims: The claims for the session. If any rank makes them, all ranks have to agree.
@@ -69,18 +69,18 @@ class BackupAgreement:
 
         Args:
           rank: This rank.
-          share: Gives every rank each rank's bytes.
+          share: Sends this rank's bytes to all ranks, and returns the bytes of every rank.
           in_lock_step: True if ranks make the same updates. They then continue from the same batch, too, not only from
             the same epoch.
 
         Raises:
           OSError: If the backups of this rank are damaged, or if it cannot write the copy that it gets.
-          MismatchError: On all ranks, if one rank has no such callback.
+          MismatchError: On all ranks, if there is a backup, but one rank has no `BackupAndRestore`.
         """
         backups = self._backups()
         offers = [json.loads(each) for each in share(json.dumps(backups and backups.positions()).encode())]
         known = {rank: [tuple(each) for each in offer] for rank, offer in enumerate(offers) if offer}
-        if not known:  # Training begins.
+        if not known:  # No rank has a backup: training begins.
             return
         _require_callbacks(offers)
         chosen = _choose(known, in_lock_step=in_lock_step)
@@ -112,7 +112,7 @@ def _require_callbacks(offers: Sequence[list | None]) -> None:
 
 
 def _choose(known: Mapping[int, Sequence[Position]], *, in_lock_step: bool) -> dict[int, Position]:
-    """The backup of each rank to continue from, by rank. A rank that is left out needs a copy of the lowest rank's."""
+    """The backup that each rank continues from. A rank without one in this dict needs a copy of the lowest rank's."""
     common = set.intersection(*map(set, known.values()))
     newest = {rank: max(common or positions) for rank, positions in known.items()}
     latest = max(newest.values())

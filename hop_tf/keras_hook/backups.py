@@ -39,7 +39,7 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
     there is no other backup, a backup that Keras's own callback has left in the same folder is restored.
 
     If a backup cannot be written, as on a full disk, the callback logs a warning. Training continues, and the previous
-    backup stays. A backup is built in memory first, which takes as much as the weights and the optimizer state.
+    backup stays. A backup is built in memory first. It takes as much memory as the weights and the optimizer state.
 
     Args:
       backup_dir: A folder that nothing else uses, on a file system. Addresses such as gs:// are refused.
@@ -124,8 +124,8 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
                 shutil.rmtree(each, ignore_errors=True)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        # Keras sets this at the end of an epoch only: after a restart, a backup within the first epoch would be one of
-        # epoch 0.
+        # Keras sets this at the end of an epoch only. Without this line, a backup within the first epoch after a
+        # restart would be labeled epoch 0.
         self._current_epoch = epoch
 
     def _save_model(self) -> None:
@@ -235,7 +235,7 @@ def restore(model: keras.Model, weights: str | os.PathLike) -> None:
 
 
 def begin_at_epoch(model: keras.Model, epoch: int | None) -> None:
-    """Makes the `fit` that begins start at `epoch`, not at its `initial_epoch`. None undoes this for later fits."""
+    """Makes the `fit` that is starting begin at `epoch`, not at `initial_epoch`. None undoes this for later fits."""
     model._initial_epoch = epoch
 
 
@@ -259,7 +259,7 @@ def weights_of_files(folder: str | os.PathLike) -> bytes:
 
 
 def write_files(folder: str | os.PathLike, position: Position, weights: bytes) -> None:
-    """Writes a backup as Keras's callback does. The epoch comes last: it never refers to weights that are missing."""
+    """Writes a backup as Keras's callback does. The epoch is written last, so it never refers to missing weights."""
     tf.io.gfile.makedirs(folder)
     metadata = os.path.join(folder, _METADATA)
     if tf.io.gfile.exists(metadata):
@@ -276,7 +276,7 @@ def check_backups(callbacks: object) -> None:
     truncated or empty. With `double_checkpoint`, the previous files then replace the damaged ones.
 
     Args:
-      callbacks: As `fit` takes them.
+      callbacks: The `callbacks` argument of `fit`.
 
     Raises:
       OSError: If a file is damaged. The message names the file and tells what to do.
@@ -308,7 +308,7 @@ def _check_files(folder: pathlib.Path) -> None:
 
 
 def _problem_of_files(weights: pathlib.Path, metadata: pathlib.Path) -> str | None:
-    """Describes the damage to a backup of Keras's; None if it is readable, or absent. Values are not checked."""
+    """Describes the damage to a backup by Keras; None if the backup is readable or absent. Values are not checked."""
     for path, read in ((weights, _read_outline), (metadata, _read_metadata)):
         if not path.exists():
             continue

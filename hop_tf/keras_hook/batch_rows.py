@@ -19,7 +19,7 @@ _NAMES_OF_PARTS = ("x", "y", "sample_weight")
 
 
 def check_rows(structure: Any) -> bool:
-    """Raises ValueError if parts of a batch are known to be scalars, or to have different numbers of rows.
+    """Raises ValueError if it is known that a part of a batch is a scalar, or that parts differ in number of rows.
 
     Args:
       structure: A batch, or the `element_spec` of a dataset of batches. Absent parts (None or optionals) do not count.
@@ -45,7 +45,7 @@ def require_equal_rows(batch: Any) -> None:
     tf.debugging.Assert(tf.reduce_all(tf.equal(rows, rows[0])), [message, rows], summarize=len(names))
 
 
-# Datasets whose batches have been checked.
+# Datasets that check their own batches.
 _checked: weakref.WeakSet[tf.data.Dataset] = weakref.WeakSet()
 
 

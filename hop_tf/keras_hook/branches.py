@@ -15,15 +15,15 @@ def when(
 ) -> None:
     """Emits operations that run if `condition` holds, and others that run if it does not.
 
-    TensorFlow builds the operations of a `tf.cond` into the step: the step then passes each of them, also those that do
+    TensorFlow builds the operations of a `tf.cond` into the step. The step then visits all of them, even those that do
     not run. With many variables that takes as long as the step itself. Here a branch is a function, which costs nothing
-    while it is not called. A call takes some 50 microseconds, so `tf.cond` is better for a few operations. With a GPU
-    branches are built into the step: numbers that the host needs would cross to the GPU and back as arguments.
+    while it is not called. A call takes some 50 microseconds, so `tf.cond` is better for a few operations. With a GPU,
+    branches are built into the step: as arguments, numbers that the host needs would be copied to the GPU and back.
 
     Args:
-      condition: bool scalar. Outside of graphs, and if it is a bool, nothing of the other branch is emitted.
-      emit: Emits the operations.
-      otherwise: Emits those of the other branch. Default: there are none.
+      condition: Bool scalar. If it is a Python bool, or outside of graphs, only the branch that runs is emitted.
+      emit: Emits the operations that run if `condition` holds.
+      otherwise: Emits the operations that run if it does not. Default: none.
     """
     if isinstance(condition, bool):
         (emit if condition else otherwise or _nothing)()

@@ -1,8 +1,8 @@
 """Does not call callbacks of a restarted or late rank until the rank has caught up with the others.
 
 Callbacks that take as long as the others' steps would keep the rank from catching up. They would also see metrics
-without a value. The epoch in which the rank catches up is short for callbacks: it begins with the first batch that the
-rank trains on.
+without a value. For callbacks, the epoch in which the rank catches up begins with the first batch that the rank trains
+on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def not_called_while_behind(callbacks: Any, hooks: TrainingHooks) -> Iterator[No
     """A context in which callbacks are not called for skipped batches, or for epochs in which all batches are skipped.
 
     Args:
-      callbacks: As `fit` takes them.
+      callbacks: The `callbacks` argument of `fit`.
       hooks: The hooks of the strategy. The session has begun.
     """
     with contextlib.ExitStack() as stack:
@@ -58,7 +58,7 @@ class _Calls:
         self._begin_batch = callback.on_train_batch_begin
         self._end_batch = callback.on_train_batch_end
         self._end_epoch = callback.on_epoch_end
-        self._untold: tuple | None = None  # The arguments of a call that is not passed on yet.
+        self._untold: tuple | None = None  # The arguments of an `on_epoch_begin` that is not passed on yet.
         self._passes_over = True
 
     def on_epoch_begin(self, epoch, logs=None):

@@ -47,7 +47,7 @@ def in_common_order(dataset: tf.data.Dataset, seed: int, *, takes_slices: bool) 
 
     Args:
       dataset: The dataset.
-      seed: The seed that seeds of shuffles without a seed follow from.
+      seed: The seed from which shuffles without a seed get theirs.
       takes_slices: True if ranks take slices of each batch. False if they share files: only the order of the files must
         be the same then.
 
@@ -69,10 +69,10 @@ def in_common_order(dataset: tf.data.Dataset, seed: int, *, takes_slices: bool) 
 
 
 def with_common_order(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
-    """Returns the dataset with seeds that follow from `seed`, for all shuffles that have none.
+    """Returns the dataset with seeds for all shuffles that have none. These seeds are derived from `seed`.
 
     Raises:
-      CannotOrderError: If an unknown transformation follows a shuffle, or a shuffle is within a function.
+      CannotOrderError: If an unknown transformation follows such a shuffle, or a function contains such a shuffle.
     """
     for each in datasets_behind(dataset):
         if _shuffles_within(each):
@@ -81,10 +81,10 @@ def with_common_order(dataset: tf.data.Dataset, seed: int) -> tf.data.Dataset:
 
 
 class _Reseeding:
-    """Creates datasets again with seeds, each of them once.
+    """Creates datasets again with seeds, each dataset once.
 
     Args:
-      seed: The seed that all seeds follow from.
+      seed: The seed from which all others are derived.
     """
 
     def __init__(self, seed: int):
@@ -150,7 +150,7 @@ def order_of(dataset: tf.data.Dataset) -> str:
 
 
 def _way_of(dataset: tf.data.Dataset) -> str | None:
-    """A transformation's setting: "true" for a fixed order, "false" for any, "default", or None if it has none."""
+    """A transformation's `deterministic` setting: "true", "false" or "default"; None if it has no such setting."""
     if isinstance(dataset, data_service_ops._DataServiceDatasetV2):
         return "false"
     default = "default" if isinstance(dataset, interleave_op._ParallelInterleaveDataset) else None
@@ -158,7 +158,7 @@ def _way_of(dataset: tf.data.Dataset) -> str | None:
 
 
 def without_fixed_order(dataset: tf.data.Dataset) -> list[str]:
-    """Names the transformations whose elements may come in another order on each rank."""
+    """Names the transformations whose elements may come in a different order on each rank."""
     any_order = dataset.options().deterministic is False
     ways = {"false", "default"} if any_order else {"false"}
     return [_name(each) for each in datasets_behind(dataset) if _way_of(each) in ways]
@@ -168,7 +168,7 @@ def _shuffles_within(dataset: tf.data.Dataset) -> bool:
     """True if the function of a transformation, such as `interleave`, shuffles without a seed.
 
     Such a shuffle has two seed operands that are constants of 0. With a seed or a global seed (even 0), TensorFlow
-    computes the second operand, so that not both are 0.
+    computes the second operand, so the operands are not both a constant 0.
     """
     return any(
         node.op.startswith("ShuffleDataset") and all(_constant(nodes, name) == 0 for name in node.input[2:4])

@@ -45,7 +45,7 @@ def _refuse_keras_2(merge_fn: Callable) -> None:
 
 
 def record_summaries(are_recorded: bool = True) -> None:
-    """Lets `tf.summary` record in this context, or not. TensorFlow itself records on replica 0 of all ranks only."""
+    """Turns `tf.summary` on or off in this context. TensorFlow itself records only on the replica with number 0."""
     summary_ops_v2._summary_state.is_recording_distribution_strategy = are_recorded
 
 
@@ -91,8 +91,8 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         rows = None if self._trace.model is None else self._hooks.num_rows  # In a custom loop, losses add up.
         if rows is None or any(isinstance(each, tf.IndexedSlices) for each in tf.nest.flatten(value)):
             return super().all_reduce(reduce_op, value, options)
-        # This rank's value changes the losses of other ranks, which weigh as much as their rows. The gradient that
-        # comes back is divided by this rank's rows, because the exchange weighs all of this rank's gradient by them.
+        # This rank's value changes the losses of other ranks, which are weighted by their rows. The gradient that
+        # comes back is divided by this rank's rows, because the exchange multiplies this rank's whole gradient by them.
         reduce = super().all_reduce
 
         @tf.custom_gradient
@@ -166,7 +166,7 @@ class Extended:
 
     @property
     def stream(self) -> int:
-        """The number of the random stream to draw from: this replica's in a training step, otherwise the common 0."""
+        """The number of the random stream to draw from: this replica's in a training step, otherwise 0, for all."""
         if self._trace is None or not self._trace.draws_apart:
             return 0
         context = tf.distribute.get_replica_context()
@@ -190,7 +190,7 @@ class Extended:
 
     @contextlib.contextmanager
     def decaying(self, variables: Sequence) -> Iterator[None]:
-        """A context in which an optimizer decays variables: its assignments are a part of its update."""
+        """A context in which an optimizer applies weight decay to variables. Assignments in it belong to its update."""
         if self._trace is None:
             yield
             return
@@ -217,7 +217,7 @@ class Extended:
         trains_model = self._trace is not None and self._trace.model is not None  # Also by `train_on_batch`.
         return 1 if trains_model else self.hooks.num_loss_parts * len(self.worker_devices)
 
-    # TensorFlow calls these for a replica's number among all replicas, and for its number in this process.
+    # With these, TensorFlow converts a replica's number in this process to its number among all replicas, and back.
 
     def _get_replica_id_in_sync_group(self, replica_id):
         return self.hooks.replicas.first + replica_id

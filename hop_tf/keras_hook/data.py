@@ -44,14 +44,15 @@ class DataSharding:
       world_size: Number of ranks.
       note_first: Called with a digest of the first batch of the training data, in each epoch.
       shares: The part of each batch that each rank takes. Default: equal parts.
-      seed: Returns the seed of the order in which the running `fit` shuffles.
+      seed: Returns the seed for shuffles in the running `fit`.
       roster: The ranks that share the batches of `fit`. Default: all ranks share them.
-      slices_in_step: True if `fit` gets whole batches, and a step takes its rows by `own_rows`. All ranks then follow
-        the roster in the same step. Otherwise batches that were read ahead keep their slices when the roster changes.
-        Default False.
+      slices_in_step: True if `fit` gets whole batches, and a step takes its rows by `own_rows`. A change of the roster
+        then takes effect in the same step on all ranks. Otherwise batches that were read ahead keep their slices when
+        the roster changes. Default False.
 
     Attributes:
-      num_batches: Batches in an epoch of the training data that ranks share in the running `fit`; 0 if not known.
+      num_batches: Number of batches in an epoch of the training data that ranks share in the running `fit`; 0 if not
+        known.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class DataSharding:
             return dataset
         policy = dataset.options().experimental_distribute.auto_shard_policy
         # Under DATA every rank reads all data and keeps its share, as with slices. TensorFlow's own sharding would
-        # leave empty batches to some ranks.
+        # give empty batches to some ranks.
         by_slices = (tf.data.experimental.AutoShardPolicy.AUTO, tf.data.experimental.AutoShardPolicy.DATA)
         if sharding is _Sharding.BY_POLICY and policy is not tf.data.experimental.AutoShardPolicy.OFF:
             seed = self._seed() if self._inside_keras else _SEED_OF_LOOPS
@@ -184,7 +185,7 @@ class DataSharding:
 
 
 def _check_endless(dataset: tf.data.Dataset) -> None:
-    """Raises ValueError, under OFF, if a dataset ends: Keras counts batches before they are divided, and skips some."""
+    """Raises ValueError if a dataset is finite under OFF: Keras counts undivided batches, and would skip some parts."""
     num_batches = int(dataset.cardinality())
     if num_batches >= 0:
         raise ValueError(
@@ -206,10 +207,10 @@ def slice_global_batches(
 ) -> tf.data.Dataset:
     """Keeps this rank's slice of every global batch.
 
-    Rank r of N takes the rows n * r // N up to max(n * (r + 1) // N, n * r // N + 1) of a batch of n rows: contiguous
-    slices that differ by at most one row. If a batch has fewer rows than ranks, some ranks take the same row. So no
-    rank sees an empty batch, and all ranks take the same number of steps. With `shares`, slices are in proportion to
-    these.
+    Rank r of N takes the rows n * r // N up to max(n * (r + 1) // N, n * r // N + 1) of a batch of n rows. These slices
+    are contiguous, and their sizes differ by at most one row. If a batch has fewer rows than ranks, some ranks take the
+    same row. So no rank sees an empty batch, and all ranks take the same number of steps. With `shares`, slices are in
+    proportion to the shares.
 
     Args:
       dataset: Yields global batches: any structure of tensors, also sparse or ragged, with the batch as first
@@ -226,7 +227,7 @@ def slice_global_batches(
     """
 
     def slice_of(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        if takes_all:  # The whole batch is still sliced: that refuses what cannot be sliced.
+        if takes_all:  # The batch is still sliced, as a whole: a part that cannot be sliced raises an error.
             return tf.constant(0, tf.int64), rows
         if roster is not None:
             return roster.slice_of(rows)
@@ -250,8 +251,8 @@ def slice_global_batches(
     def slices(**arguments: object) -> tf.data.Dataset:
         return note_equal_rows(dataset.enumerate().map(slice_batch, **arguments))
 
-    # With automatic shares, the next step trains on the batch that is sliced now: all ranks change in one step. A
-    # generator cannot be rewound: batches that were read ahead are lost with the iterator, others on each rank.
+    # With automatic shares, a batch is sliced right before its step, so that shares change in the same step on all
+    # ranks. A generator cannot be rewound: batches read ahead are lost with the iterator, different ones on each rank.
     are_late = shares is not None and shares.is_automatic and not takes_all
     if are_late or reads_generator(dataset):
         return slices().with_options(_without_prefetching())
@@ -286,10 +287,10 @@ def _without_prefetching() -> tf.data.Options:
 def without_autotuning(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Turns tf.data's autotuner off for `dataset`, unless the user's options turned it on or off.
 
-    The autotuner's thread (TensorFlow 2.21) can miss its own cancellation and sleep on for up to a minute. Dropping the
-    iterator waits for this thread. One rank's `fit` would then end up to a minute late, and notice an interrupt or a
-    lost peer as late. Without the autotuner, `tf.data.AUTOTUNE` means as many parallel calls as there are cores, from
-    the start.
+    The autotuner's thread (TensorFlow 2.21) can miss its own cancellation and sleep on for up to a minute. Deleting the
+    iterator waits for this thread. The end of one rank's `fit`, an interrupt or the loss of a peer could be delayed by
+    up to a minute. Without the autotuner, `tf.data.AUTOTUNE` means as many parallel calls as there are cores, from the
+    start.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset
@@ -333,7 +334,7 @@ def shard_by_policy(
 
 
 def _divided_batches(dataset: tf.data.Dataset, number: int, shares: BatchShares | None) -> tf.data.Dataset:
-    """Makes `number` batches of each batch. In a job that ranks share, one rank reads each of these."""
+    """Divides each batch into `number` batches. In a tf.data service job that ranks share, one rank reads each part."""
     if shares is not None:
         raise ValueError(
             "`batch_shares` must be None with a job of the tf.data service that ranks share: the service decides which "
@@ -364,7 +365,7 @@ def _shared_batch_size(dataset: tf.data.Dataset, batch_size: int, shares: BatchS
 
 
 def divide(batch: Any, number: int) -> tuple[list, list]:
-    """Divides a batch into contiguous parts that differ by at most one row. Each part has at least one row.
+    """Divides a batch into contiguous parts whose sizes differ by at most one row. Each part has at least one row.
 
     If a batch has fewer rows than parts, some rows belong to two parts. One of these parts then has the share 0.
 
@@ -373,7 +374,7 @@ def divide(batch: Any, number: int) -> tuple[list, list]:
       number: Number of parts.
 
     Returns:
-      The parts, and each one's share of the rows.
+      The parts, and the share of the rows of each part.
     """
     check_rows(batch)
     rows = count_rows(batch)
@@ -387,7 +388,7 @@ def divide(batch: Any, number: int) -> tuple[list, list]:
 
 
 def count_rows(batch: Any) -> int | tf.Tensor | None:
-    """The number of rows of a batch, as `divide` takes it: an int if it is known; None if no leaf has rows."""
+    """The number of rows of a batch for `divide`: an int if known, otherwise a tensor; None if no leaf has rows."""
     leaf = next((leaf for leaf in tf.nest.flatten(batch) if has_rows(leaf)), None)
     if leaf is None or leaf.shape[0] is not None:
         return None if leaf is None else int(leaf.shape[0])

@@ -28,7 +28,7 @@ from hop_tf.keras_hook.trace import is_keras_step, is_predict_step
 from hop_tf.keras_hook.variables import is_own
 from hop_tf.options import DEVICES_VARIABLE, devices_per_worker
 
-# The types of gradients that TensorFlow's operation for NCCL takes: no bfloat16.
+# The dtypes of gradients that TensorFlow's NCCL operation accepts. It does not accept bfloat16.
 _NCCL_TYPES = (tf.float16, tf.float32, tf.float64)
 
 
@@ -43,7 +43,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
     def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str]):
         strategy._collective_key_base = 0  # As in `MirroredStrategy`: the base class reads it there.
-        # Not TensorFlow's default: after a failed step, collective operations no longer work in the process.
+        # TensorFlow's default, collective operations, would no longer work in the process after a failed step.
         self._has_nccl = _have_nccl(devices)
         add_up = tf.distribute.NcclAllReduce() if self._has_nccl else tf.distribute.ReductionToOneDevice()
         super().__init__(strategy, hooks, devices, add_up)
@@ -54,7 +54,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
 
     @property
     def worker_devices_by_replica(self):
-        return [[]] * self.hooks.replicas.first + super().worker_devices_by_replica  # By replica ids.
+        return [[]] * self.hooks.replicas.first + super().worker_devices_by_replica  # Indexed by replica id.
 
     # Variables.
 
@@ -116,13 +116,13 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         )
 
     def _on_first_device(self, fn, args, kwargs):
-        """Runs a step of Keras's that trains nothing on the first device. The result looks as if all had run it."""
+        """Runs a Keras step without training, on the first device only. The result has a value for each device."""
         result = self._as_one(fn, args, kwargs)
         rest = without_rows(result) if is_predict_step(fn) else result
         return tf.nest.map_structure(self._with_rest, result, rest)
 
     def _with_rest(self, first: Any, rest: Any) -> values.PerReplica:
-        """A value for each device: `first`, and `rest` for all others. A `PerReplica` has one for each already."""
+        """A value for each device: `first` for the first one, `rest` for all others. A `PerReplica` stays as it is."""
         if isinstance(first, values.PerReplica):
             return first
         return values.PerReplica([first, *([rest] * (len(self.worker_devices) - 1))])
@@ -180,7 +180,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         return None if self._trace is None or isinstance(context, ReplicaContext) else context
 
     def _added_up(self, gradients: Sequence, maxima: Collection[int] = ()) -> list:
-        """The sum over the devices of each gradient: on the first device, or on all devices if NCCL adds up.
+        """The sum of each gradient over the devices: on the first device, or on all devices if NCCL computes it.
 
         Entries with an index in `maxima` are the maximum over the devices.
         """
@@ -203,10 +203,10 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         return sums
 
     def _all_reduced(self, gradients: Sequence[values.PerReplica]) -> list:
-        """NCCL's sums of gradients of one type: on the first device if `exchange` replaces them, otherwise on all."""
+        """NCCL's sums of gradients of one dtype: on the first device if `exchange` replaces them, otherwise on all."""
         pairs = [(each, each) for each in gradients]
         totals = self._cross_device_ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
-        # An all-reduce begins when all devices take part, but TensorFlow prunes devices whose sums are not used.
+        # An all-reduce begins when all devices take part, but TensorFlow prunes operations whose sums are not used.
         all_take_part = tf.group(*(each for total in totals for each in total.values))
         with tf.control_dependencies([all_take_part]):
             if self.hooks.replaces_gradients:
@@ -318,7 +318,7 @@ def _has_parts(batch) -> bool:
 
 
 def _explain_parts(error: Exception) -> None:
-    """Raises ValueError if a step has failed because it took a batch by itself, with the parts of all devices."""
+    """Raises ValueError if a step has failed because it read a batch itself, which holds the parts of all devices."""
     if f"{values.PerReplica.__name__}:{{" in str(error):
         raise ValueError(
             "a step that runs on several devices must get its part of a batch as an argument: take the batch outside "
@@ -368,8 +368,8 @@ def find_devices(devices: Sequence[str] | None) -> list[str]:
     """The names of the devices of a process.
 
     Args:
-      devices: Given names. Default: all GPUs that this process sees. Without a GPU, the default is one CPU, or as many
-        logical CPUs as `DEVICES_VARIABLE` says.
+      devices: Names from the user. Default: all GPUs that this process sees. Without a GPU, the default is one CPU, or
+        as many logical CPUs as `DEVICES_VARIABLE` says.
 
     Raises:
       ValueError: If a device does not exist or is given twice, or if devices are of several kinds.

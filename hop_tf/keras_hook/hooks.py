@@ -44,7 +44,7 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def count_batches(self, number: int | None) -> bool:
-        """Called when Keras has had a dataset distributed, with the number of its batches; None if Keras does not know.
+        """Called after Keras distributed a dataset, with its number of batches, or None if Keras does not know it.
 
         Returns:
           True if that is the first dataset of a `fit`: the training data.
@@ -53,7 +53,7 @@ class TrainingHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def num_loss_parts(self) -> int:
-        """The number of parts of a loss whose gradients add up; 1 if each rank's gradient is that of a whole loss."""
+        """The number of parts of a loss, whose gradients are added up; 1 if each rank has a whole loss."""
 
     @property
     @abc.abstractmethod
@@ -63,7 +63,7 @@ class TrainingHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def shuffle_seed(self) -> int | None:
-        """The seed of the order in which the running `fit` shuffles; None if ranks may shuffle differently."""
+        """The seed for shuffles in the running `fit`; None if ranks may shuffle differently."""
 
     @property
     @abc.abstractmethod
@@ -85,7 +85,7 @@ class TrainingHooks(abc.ABC):
 
     @abc.abstractmethod
     def note_created(self, variable: tf.Variable) -> None:
-        """Called when a variable that an optimizer may train was made in the scope."""
+        """Called after the creation, in the scope, of a variable that an optimizer may train."""
 
     @abc.abstractmethod
     def refuse_update(self, optimizer: Any) -> None:
@@ -115,7 +115,7 @@ class TrainingHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def leaves_out_validation(self) -> bool:
-        """True if `fit` leaves out this epoch's validation: the rank is catching up, or has made no step in it."""
+        """True if `fit` leaves out this epoch's validation: the rank is catching up, or made no step in this epoch."""
 
     @property
     @abc.abstractmethod
@@ -148,17 +148,17 @@ class TrainingHooks(abc.ABC):
         """Called when `fit` has made the last step of an epoch, before validation and callbacks. May be called twice.
 
         Args:
-          model: The trained model, or a model that is about to `evaluate` or `predict` within `fit`, which resets its
-            metrics.
+          model: The trained model, or a model that is about to `evaluate` or `predict` within `fit`. Both calls reset
+            its metrics.
         """
 
     @abc.abstractmethod
     def begin_steps(self, number: int) -> bool:
-        """Called when `fit` is about to take data for `number` steps. Returns False if it must end before them."""
+        """Called when `fit` is about to take data for `number` steps. Returns False if `fit` must end before these."""
 
     @abc.abstractmethod
     def pass_over(self, number: int, take: Callable[[], Any]) -> bool:
-        """Takes the data of the next steps and returns True if this rank skips them. Called after `begin_steps`.
+        """If this rank skips the next steps, takes their data and returns True. Called after `begin_steps`.
 
         Args:
           number: Number of steps.

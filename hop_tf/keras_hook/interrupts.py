@@ -50,6 +50,6 @@ def _watch(receiver: socket.socket, previous: int, callback: Callable[[], None])
     while signals := receiver.recv(64):
         if previous >= 0:
             os.write(previous, signals)
-        # Meanwhile the program may have set a handler of its own, which stops in its own way.
+        # The program may have set a handler of its own meanwhile. That handler decides how to stop.
         if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             callback()

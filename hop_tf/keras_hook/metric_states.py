@@ -16,7 +16,7 @@ _OWN_METHODS = ("update_state", "reset_state", "result")
 
 
 def states_are_sums(metric: keras.metrics.Metric) -> bool:
-    """True if the result for the data of all ranks is the result for the sums of the ranks' states.
+    """True if the metric's result for the data of all ranks follows from the sums of the ranks' states.
 
     That holds for Keras's metrics. If a class overrides one of their methods, a metric of the class has to be marked by
     `hop_tf.state(metric, "sum")`.

@@ -30,7 +30,7 @@ def _holds_numbers(dtype: tf.DType) -> bool:
 
 
 def iterations_variable(optimizer: Any) -> tf.Variable:
-    """The counter of an optimizer's steps. Each step of an accumulated gradient counts."""
+    """The counter of an optimizer's steps. With gradient accumulation, each training step counts."""
     return innermost(optimizer)._iterations.value
 
 
@@ -79,7 +79,7 @@ def has_schedule(optimizer: Any) -> bool:
 
 
 def weight_decays(optimizer: Any, variables: Sequence[tf.Variable]) -> list[float]:
-    """The decoupled weight decay of each variable: the part taken off in a step, divided by the learning rate."""
+    """The decoupled weight decay of each variable: the fraction that a step subtracts, divided by the learning rate."""
     of_keras = keras_variables(optimizer)
     optimizer = innermost(optimizer)
     return [_weight_decay(optimizer, of_keras[id(variable)]) for variable in variables]
@@ -122,7 +122,7 @@ def paths(optimizer: Any, variables: Sequence[tf.Variable]) -> list[str]:
 
 
 def keras_variables(optimizer: Any) -> dict[int, keras.Variable]:
-    """Keras's variables that the optimizer updates, by the identities of the TensorFlow variables behind them."""
+    """Keras's variables that the optimizer updates, by the `id` of the TensorFlow variables behind them."""
     return {id(variable.value): variable for variable in innermost(optimizer)._trainable_variables}
 
 
@@ -152,10 +152,10 @@ def set_num_updates(optimizer: Any, number: int) -> None:
 
 
 def shift_schedule(optimizer: Any, number: int) -> None:
-    """Moves a schedule on to `number` updates, if the optimizer has made fewer. Its count of updates stays.
+    """Advances a schedule to `number` updates, if the optimizer has made fewer. The optimizer's count stays unchanged.
 
-    This is for an optimizer whose slots begin anew. With a larger count, Adam would take its slots for complete, and
-    would make steps that are several times too long.
+    This is for an optimizer whose slots begin anew. With a larger count, Adam would not correct the bias of its new
+    slots, and would make steps that are several times too large.
     """
     inner = innermost(optimizer)
     schedule = inner._learning_rate
@@ -196,7 +196,7 @@ def slots_of(optimizer: Any, variables: Sequence[tf.Variable]) -> dict[tuple[str
       variables: Some of the variables that it updates.
 
     Returns:
-      The state's variables, by attribute name and index in `variables`. The index is None if a variable belongs to all.
+      The state's variables, by attribute name and index in `variables`. The index is None for a state of all variables.
     """
     optimizer = innermost(optimizer)
     indices = {id(variable.value): index for index, variable in enumerate(optimizer._trainable_variables)}
@@ -240,7 +240,7 @@ def descent_of(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | No
 
 
 def is_adaptive(optimizer: Any) -> bool:
-    """True if the optimizer is one of Keras's, or derived from one, whose steps hardly depend on gradients' sizes."""
+    """True if the optimizer is, or derives from, one of Keras's whose steps hardly depend on the gradients' sizes."""
     classes = (getattr(keras.optimizers, name, None) for name in _ADAPTIVE)
     return isinstance(innermost(optimizer), tuple(each for each in classes if each is not None))
 
@@ -280,7 +280,7 @@ def clipped(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def overwritten_by(optimizer: Any, variables: Sequence | None) -> list[int]:
-    """The indices of variables that take the value given as their gradient, such as scales of float8.
+    """The indices of variables whose "gradient" is their new value, such as scales of float8.
 
     Args:
       optimizer: The optimizer.

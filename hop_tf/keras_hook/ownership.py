@@ -2,7 +2,7 @@
 
 Trained weights belong to the strategy. Everything else belongs to the program, and only the program knows how ranks
 should combine it: a moving mean is averaged, a queue of features is not. Keras's own layers are known. For other state,
-the program says it by `add_weight(aggregation=...)` or by `hop_tf.state`.
+the program sets the way by `add_weight(aggregation=...)` or by `hop_tf.state`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_AGGREGATIONS = {
     tf.VariableAggregation.SUM: Owner.SUM,
     tf.VariableAggregation.ONLY_FIRST_REPLICA: Owner.FIRST,
 }
-# Marked variables by identity: TensorFlow's cannot be hashed.
+# Marked variables by `id`, because TensorFlow's variables cannot be hashed.
 _marked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -44,20 +44,20 @@ def state(what: Any, owner: str) -> Any:
         self.teacher = hop_tf.state(build_network(), "mean")
         self.queue = hop_tf.state(self.add_weight(shape=(4096, 128), trainable=False), "own")
 
-    Without a mark, `add_weight(aggregation=...)` counts ("mean", "sum", "only_first_replica"). Without either, the
+    Without a mark, `add_weight(aggregation=...)` decides ("mean", "sum", "only_first_replica"). Without either, the
     moving statistics of `BatchNormalization` are averaged, float8 scales become the maximum, and every other state
     stays the rank's own. See the tables in `docs/state.md`.
 
     Args:
       what: A variable of Keras or TensorFlow; a layer or a model, for all of its weights that no optimizer updates; a
         metric, for its states; or a list of these. Mark it before the first training step.
-      owner: "mean": ranks average the state with every step, as a moving mean. The state must be of floats.
-        "sum": the changes of all ranks add up, as in a count of rows. "max": the maximum, element by element.
+      owner: "mean": ranks average the state with every step, as a moving mean. The state must be floating-point.
+        "sum": the changes of all ranks are added up, as in a count of rows. "max": the maximum, element by element.
         "first": rank 0's value. Ranks agree on "sum", "max" and "first" in `strategy.synchronize`. Ranks that always
         wait for each other (Pipe-SGD, DTS, Canary and SHAT with `consistency="bsp"`) also agree at the end of each
         epoch.
-        "own": each rank keeps its own. A model that rank 0 saves holds rank 0's.
-        A metric takes "sum": its states add up over the ranks, and its result is that of all data.
+        "own": each rank keeps its own state. A model that rank 0 saves holds rank 0's state.
+        A metric must have "sum": its states are added up over the ranks, and its result is that of all data.
 
     Returns:
       `what`.
@@ -185,7 +185,7 @@ def _told_owner(variable: Any, layers: Sequence[keras.Layer]) -> Owner | None:
 
 
 def _can_have(variable: Any, owner: Owner) -> bool:
-    """True if the dtype allows the owner: a mean needs floats, and truth values have no sum."""
+    """True if the dtype allows the owner: a mean needs floats, and booleans have no sum."""
     return not (owner is Owner.MEAN and not _is_floating(variable)) and not (owner is Owner.SUM and _is_bool(variable))
 
 

@@ -45,9 +45,9 @@ def reads_service(dataset: tf.data.Dataset) -> bool:
 
 
 def reads_workers(dataset: tf.data.Dataset) -> bool:
-    """True if Keras has made the dataset of a PyDataset with workers.
+    """True if Keras made the dataset from a PyDataset with workers.
 
-    Such a dataset prefetches by itself. Batches read before an epoch begins would come from the workers' last epoch.
+    Such a dataset prefetches by itself. Batches read before an epoch begins would be of the workers' previous epoch.
     """
     options = dataset.options()
     return options.autotune.enabled is False and options.threading.private_threadpool_size == 1

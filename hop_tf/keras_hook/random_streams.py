@@ -22,7 +22,7 @@ from tensorflow.python.framework import random_seed
 from hop_tf.keras_hook.context import Extended
 
 # Keras takes seeds modulo 2^31 - 2, and TensorFlow modulo 2^31 - 1. The factor has no divisor in common with the
-# smaller one, so that no two replicas have the same constant. It also brings neighbors far apart.
+# smaller modulus, so that no two replicas have the same constant. It also makes neighbors' constants very different.
 _MODULUS = 2**31 - 2
 _FACTOR = 2654435761
 _TF_MODULUS = 2**31 - 1
@@ -36,13 +36,13 @@ def wrap_random() -> None:
 
 
 def offset_of_replica() -> int:
-    """The number that is added to seeds here; 0 outside of training steps."""
+    """The number that is added to seeds on the present replica; 0 outside of training steps."""
     extended = tf.distribute.get_strategy().extended
     return extended.stream * _FACTOR % _MODULUS if isinstance(extended, Extended) else 0
 
 
 def _wrapped_next(method: Callable) -> Callable:
-    """Seeds of Keras's generators: of layers, and of `keras.random` without a seed."""
+    """Offsets the seeds of Keras's generators: of layers, and of `keras.random` without a seed."""
 
     @functools.wraps(method)
     def draw(self, *args, **kwargs):
@@ -53,7 +53,7 @@ def _wrapped_next(method: Callable) -> Callable:
 
 
 def _wrapped_get_seed(method: Callable) -> Callable:
-    """The seeds of TensorFlow's stateful operations, if the program has set a global seed only."""
+    """Offsets the seeds of TensorFlow's stateful operations, if only the global seed is set."""
 
     @functools.wraps(method)
     def get_seed(op_seed):

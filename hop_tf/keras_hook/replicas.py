@@ -13,8 +13,8 @@ _CLAIM = re.compile(r"(?P<number>\d+) devices of rank (?P<rank>\d+)")
 class Replicas:
     """Numbers the replicas: rank by rank, and device by device in a rank.
 
-    Ranks tell each other their numbers of devices when a session begins, among their claims. Until then, a rank assumes
-    that all ranks have as many devices as itself.
+    When a session begins, each rank claims its number of devices. Until then, a rank assumes that all ranks have as
+    many devices as itself.
 
     Args:
       rank: This rank.
@@ -35,7 +35,7 @@ class Replicas:
         return [] if self._num_devices == 1 else [f"{self._num_devices} devices of rank {self._rank}"]
 
     def learn(self, claims: Iterable[str]) -> None:
-        """Takes the numbers of devices of all ranks from their claims."""
+        """Reads each rank's number of devices from the claims of all ranks."""
         told = [match for match in map(_CLAIM.fullmatch, claims) if match]
         of_ranks = {int(match["rank"]): int(match["number"]) for match in told}
         self._known = [of_ranks.get(rank, 1) for rank in range(self._world_size)]
@@ -55,11 +55,11 @@ class Replicas:
 
     @property
     def number(self) -> int:
-        """The number of replicas of all ranks together."""
+        """The total number of replicas of all ranks."""
         return sum(self._of_ranks())
 
     def stream(self, device: int) -> int:
-        """A number that no other replica has, whatever the numbers of devices; 0 for the first device of rank 0."""
+        """A number that no other replica has, even if numbers of devices differ; 0 for the first device of rank 0."""
         return device * self._world_size + self._rank
 
     def _of_ranks(self) -> Sequence[int]:

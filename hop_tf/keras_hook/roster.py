@@ -1,9 +1,9 @@
 """`Roster`: the ranks that share each batch, if other ranks take over the rows of a lost rank.
 
 If ranks agree on the roster, `tf.data` delivers global batches, and the training step takes this rank's rows of them.
-The step slices by the roster that the previous steps have found, even if one execution makes several steps. So all
-ranks change in the same step. If ranks do not agree, `tf.data` slices ahead of the steps. A change then takes effect
-as many batches later as were read ahead.
+The step slices by the roster as updated by the previous steps, even if one execution makes several steps. So all ranks
+change their slices in the same step. If ranks do not agree, `tf.data` slices ahead of the steps. A change then takes
+effect only after the batches that were read ahead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hop_tf.keras_hook.shares import BatchShares, equal_slice
 
-# Behind the last row of any batch.
+# An index beyond the last row of any batch.
 _END = 1 << 62
 
 
@@ -70,7 +70,7 @@ class Roster:
             self._in_use_variable.assign(is_in_use)
 
     def note_missing(self, ranks: set[int]) -> None:
-        """Lets all ranks but these share the batches that are sliced from now on, as far as this rank knows."""
+        """Takes these ranks off this rank's roster: only the others share the batches that are sliced from now on."""
         if ranks != self._missing:
             self._missing = ranks
             self.variable.assign([int(rank not in ranks) for rank in range(len(self._everybody))])
@@ -82,19 +82,19 @@ class Roster:
     # In the graph.
 
     def growth(self) -> tf.Tensor:
-        """Emits the ops that divide the size of this rank's slice by its size when all ranks are present.
+        """Emits the ops that divide the size of this rank's slice by its size if all ranks were present.
 
-        That is the slice of the batch that is sliced next. A batch that was read ahead may have another slice.
+        The slice is that of the batch that is sliced next. A batch that was read ahead may have another slice.
         """
         shares = tf.constant(self._everybody, tf.int64) if self._shares is None else self._shares.read()
         part = tf.reduce_sum(self.variable * shares) / tf.reduce_sum(shares)
         return tf.where(self._in_use_variable.read_value(), 1 / part, 1.0)
 
     def follow(self, present: tf.Tensor) -> None:
-        """Emits the ops that let the ranks whose part is in a mean share the next batch. Without any, nothing changes.
+        """Emits the ops that let the ranks whose part is in a mean, and no others, share the next batch.
 
         Args:
-          present: For each rank, True if its part is in the mean. Equal on all ranks.
+          present: For each rank, True if its part is in the mean. Equal on all ranks. If none is True, nothing changes.
         """
         with tf.device("/cpu:0"):
             present = tf.where(tf.reduce_any(present), tf.cast(present, tf.int64), self.variable)

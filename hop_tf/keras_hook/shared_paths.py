@@ -43,7 +43,7 @@ _OF_FILES = (keras.callbacks.ModelCheckpoint, keras.callbacks.CSVLogger)
 
 
 def flat_callbacks(callbacks: Any) -> list:
-    """The callbacks in what `fit` was given: one, a structure of them, a CallbackList, or None."""
+    """The callbacks in the `callbacks` argument of `fit`: one, a structure of them, a CallbackList, or None."""
     return [] if callbacks is None else tf.nest.flatten(getattr(callbacks, "callbacks", callbacks))
 
 
@@ -56,7 +56,7 @@ class CallbackPaths:
     """The places that the callbacks of a `fit` write to, right before it begins.
 
     Args:
-      callbacks: As `fit` takes them.
+      callbacks: The `callbacks` argument of `fit`.
 
     Attributes:
       places: Names of these places. Two ranks that would write to the same place have the same name for it.
@@ -88,7 +88,7 @@ class CallbackPaths:
                     *(type(callback).__name__, rank, own, owner, path),
                 )
                 setattr(callback, name, own)
-                if isinstance(callback, keras.callbacks.CSVLogger):  # The others make their folders.
+                if isinstance(callback, keras.callbacks.CSVLogger):  # The others create their folders themselves.
                     tf.io.gfile.makedirs(os.path.dirname(own))
                 if isinstance(callback, keras.callbacks.BackupAndRestore):
                     _redirect_files(callback, path, own)

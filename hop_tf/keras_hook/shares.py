@@ -11,12 +11,12 @@ AUTO = "auto"
 
 
 class BatchShares:
-    """Divides global batches in proportion to a share of each rank, by whole rows.
+    """Divides the rows of global batches among ranks, in proportion to a share of each rank.
 
     Let C[r] be the sum of the shares of ranks below r, and C the sum of all shares. Rank r of N takes the rows from
     n C[r] // C up to n C[r + 1] // C of a batch of n rows. A rank that would have no row takes the next row, and the
     ranks behind it begin later. A batch with fewer rows than ranks is shared equally: some ranks take the same row. So
-    the shares tell all ranks each other's slices. The share of an absent rank counts as zero.
+    each rank can compute all slices from the shares. The share of an absent rank counts as zero.
 
     Args:
       given: A whole-numbered share for each rank, with a sum of at most 2^31; or `AUTO` for equal shares until others
@@ -29,8 +29,8 @@ class BatchShares:
       rows: float64 scalar: weight of the step that is being traced (or run eagerly) in means over ranks. The weight is
         the step's number of rows. In a custom loop, this number is unknown, and the weight is `times_equal`.
       times_equal: float64 scalar: this rank's share in that step, divided by an equal share.
-      times_mean: float64 scalar: this rank's share, divided by the mean share of the present ranks, if `fit` records
-        these by `note_departed`.
+      times_mean: float64 scalar: this rank's share, divided by the mean share of the ranks that are present. All ranks
+        count as present unless `fit` calls `note_departed`.
     """
 
     def __init__(self, given: Sequence[int] | str, rank: int, world_size: int):
@@ -55,7 +55,7 @@ class BatchShares:
             return tf.Variable(self._mean_of_present, dtype=tf.float64, trainable=False, name="hop_tf_mean_share")
 
     def note_departed(self, ranks: Collection[int]) -> None:
-        """Takes the ranks that have left or failed. From the next step on, `times_mean` is of the ranks present."""
+        """Called with the ranks that have left or failed. From the next step on, `times_mean` does not count them."""
         present = [rank for rank in range(self._world_size) if rank not in ranks]
         mean = self.total_part(present) * self._world_size / len(present) if ranks else 1.0
         if mean != self._mean_of_present:
@@ -112,12 +112,12 @@ class BatchShares:
         """
         rank, shares = self._rank, self.read()
         present = tf.ones_like(shares) if present is None else present
-        # The number of ranks before each rank, and the sum of their shares. The last entries are of all ranks.
+        # The number of ranks before each rank, and the sum of their shares. The last entries include all ranks.
         counts = tf.concat([[tf.constant(0, tf.int64)], tf.cumsum(present)], axis=0)
         ends = tf.concat([[tf.constant(0, tf.int64)], tf.cumsum(shares * present)], axis=0)
         bounds, num_ranks = num_rows * ends // ends[-1], counts[-1]
 
-        def bound(r: int) -> tf.Tensor:  # After the bound before, with rows left for the ranks behind.
+        def bound(r: int) -> tf.Tensor:  # Leaves at least one row to each rank before it and after it.
             first = counts[r] + tf.reduce_max((bounds - counts)[: r + 1])
             return tf.minimum(first, num_rows - (num_ranks - counts[r]))
 

@@ -20,7 +20,7 @@ from tensorflow.python.eager import context
 
 
 def draw_seed(session: int) -> int:
-    """Returns a seed for a session. It follows from `tf.random.set_seed` if the user called that, or else is random.
+    """Returns a seed for a session, derived from the user's `tf.random.set_seed`. Without that, the seed is random.
 
     Args:
       session: Number of the session. Each session has a seed of its own.
@@ -31,7 +31,7 @@ def draw_seed(session: int) -> int:
 
 @contextlib.contextmanager
 def shuffled_alike(given: dict[str, Any], seed: int | None) -> Iterator[None]:
-    """Surrounds Keras's `fit`, which then shuffles arrays and PyDatasets in an order that follows from `seed`.
+    """Surrounds Keras's `fit`, which then shuffles arrays and PyDatasets in an order that `seed` determines.
 
     Args:
       given: The arguments of `fit` by name. A PyDataset of known length as `x` is replaced.
@@ -52,7 +52,7 @@ def shuffled_alike(given: dict[str, Any], seed: int | None) -> Iterator[None]:
 
 
 class Shuffled(keras.utils.PyDataset):
-    """The batches of a PyDataset in an order that follows from a seed, with another order in each epoch.
+    """The batches of a PyDataset in an order that a seed determines, and that differs from epoch to epoch.
 
     Args:
       dataset: The PyDataset, of known length.
@@ -87,7 +87,7 @@ class Shuffled(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         self._dataset.on_epoch_end()  # This may change its length.
         if self.workers > 1 or (self.workers and self.use_multiprocessing):
-            self.draw_order()  # The workers are idle now, and start again before there is an iterator.
+            self.draw_order()  # The workers are idle now, and start again before the next iterator is created.
 
 
 class _OfThread(threading.local):
@@ -114,15 +114,15 @@ def _wrapped_get_tf_dataset(method: Callable) -> Callable:
         seed, _of_this_thread.seed = _of_this_thread.seed, None
         if seed is None:
             return method(self)
-        # The adapter lives as long as the dataset. Not a seed of tf.random.shuffle: all epochs would be the same.
+        # The adapter lives as long as the dataset. With a seed of tf.random.shuffle, all epochs would be the same.
         self.num_iterators = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         def shuffle(indices: tf.Tensor) -> tf.Tensor:
-            # The first index, if any, makes a difference if each batch is shuffled by itself.
+            # If each batch is shuffled by itself, its first index, if any, gives it an order of its own.
             key = tf.stack([seed ^ tf.reduce_sum(indices[:1]), self.num_iterators.read_value()])
             return tf.random.experimental.stateless_shuffle(indices, key)
 
-        with _replaces:  # The method gets TensorFlow from there.
+        with _replaces:  # The method uses `module_utils.tensorflow`.
             tensorflow = module_utils.tensorflow
             module_utils.tensorflow = _With(tensorflow, random=_With(tf.random, shuffle=shuffle))
             try:
@@ -134,7 +134,7 @@ def _wrapped_get_tf_dataset(method: Callable) -> Callable:
 
 
 def _wrapped_get_iterator(method: Callable) -> Callable:
-    """Gives each iterator an order of its own. Elements cannot be counted: tf.data reads some that Keras never uses."""
+    """Gives each iterator an order of its own. Elements are not counted: tf.data reads some that Keras never uses."""
 
     @functools.wraps(method)
     def get_iterator(self):

@@ -1,7 +1,7 @@
 """`StepSkipping`: skips training steps. Their batches are consumed, and nothing is computed.
 
 So a rank that jumps over iterations ends its epochs with the others, and Keras sees as many steps as it asked for. The
-same holds for a rank that was started again, and joins the others at their present step.
+same holds for a restarted rank that joins the others at their present step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepSkipping:
     """Puts a condition around training steps.
 
     A skipped step advances the optimizer's iterations, which schedules follow. It returns the results of the last step
-    that was made, so that metrics do not change. Metrics are nan as long as an epoch has made no step. A restarted rank
+    that was made, so that metrics do not change. Metrics are nan until a step of the epoch is made. A restarted rank
     joins the others in the middle of an epoch. Its metrics of this epoch cover only the steps that it has made.
 
     Args:
@@ -80,7 +80,8 @@ class StepSkipping:
         """Called before the first step of a rank that may have to catch up: see `fall_behind`.
 
         Args:
-          catch_up: Given the optimizer, emits ops that return an int64 scalar. They may change any variable.
+          catch_up: Function of the optimizer. It emits ops that return the number of updates to skip next, an int64
+            scalar, and that may change any variable.
           takes_count: True if the optimizer keeps the iterations that `catch_up` has assigned. Default False: its
             iterations count the skipped steps.
         """
@@ -179,7 +180,7 @@ class StepSkipping:
         if self._takes_count:
             return
         with tf.control_dependencies([num_updates]):
-            iterations.assign(num_passed)  # Not another rank's count.
+            iterations.assign(num_passed)  # `catch_up` may have assigned another rank's count.
 
     def _fill_metrics(self, value: float, *, has_none: bool = False) -> None:
         """Gives all floating-point metrics a value. With `has_none`, the next step begins the metrics anew.

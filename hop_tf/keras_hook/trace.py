@@ -31,7 +31,7 @@ _PREDICT_STEP = "TensorFlowTrainer.make_predict_function.<locals>.one_step_on_da
 
 
 def when_here(arguments: Any) -> contextlib.AbstractContextManager:
-    """A context whose operations run when the tensors in `arguments` are there.
+    """A context whose operations run only when the tensors in `arguments` are available.
 
     At the end of data of unknown length, Keras begins a step whose batch never comes. No part of that step may run.
     """
@@ -122,14 +122,14 @@ class StepTrace:
         self._before_assignment: dict[int, tf.Tensor] = {}
         self._before_decay: dict[int, tf.Tensor] = {}
         self._is_updating = False
-        self._assigned_after: dict[int, tf.Variable] = {}  # Used eagerly; a graph tells by its operations.
+        self._assigned_after: dict[int, tf.Variable] = {}  # Used eagerly. A graph's operations show assignments.
         self._assigned_between: dict[int, tf.Variable] = {}  # Before an update of other variables.
         # The updated variables, each with the number of its assignments in the graph at the time of the update.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
-        self._alike: dict[int, int] = {}  # Assignments of each handle when copies were last equal.
+        self._alike: dict[int, int] = {}  # Number of assignments to each handle when copies were last equal.
 
     def when_data_is_here(self) -> contextlib.AbstractContextManager:
-        """A context whose operations run when the step's batch is there: see `when_here`."""
+        """A context whose operations run only when the step's batch is available: see `when_here`."""
         return when_here(self._tensors)
 
     def num_rows(self) -> int | tf.Tensor | None:
@@ -164,14 +164,14 @@ class StepTrace:
         return variable.read_value() if known is None else known
 
     def claim(self, variables: Sequence[tf.Variable]) -> None:
-        """Records that these variables are exchanged. With several optimizers, one of them exchanges each variable."""
+        """Records that these variables are exchanged. With several optimizers, only one exchanges a given variable."""
         self._claimed.update(id(variable) for variable in variables)
 
     def unclaimed_means(self, trained: Sequence[tf.Variable]) -> list[tf.Variable]:
         """The states that ranks average together with the weights, and that no optimizer's exchange has claimed.
 
         A statistic of Keras's layers counts if the step, as far as it is traced, assigns it. The statistics of a frozen
-        layer do not change. Eagerly, there is no graph to look at: the statistics of layers that train count.
+        layer do not change. In eager execution there is no graph to inspect: the statistics of layers that train count.
 
         Args:
           trained: The variables that the optimizer updates.
@@ -283,12 +283,12 @@ def _is_copied_state(variable: tf.Variable) -> bool:
 
 
 def _handle_id(variable: tf.Variable) -> int:
-    """The identity of a variable's handle; of the first copy's handle if each device has a copy."""
+    """The `id` of a variable's handle; of the first copy's handle if each device has a copy."""
     return id(getattr(variable, "values", (variable,))[0].handle)
 
 
 def _num_assignments(graph: tf.Graph) -> dict[int, int]:
-    """The number of operations of `graph` that do more than read a variable, by the identity of its handle."""
+    """For each variable, by the `id` of its handle, the number of operations of `graph` that do more than read it."""
     return {
         id(handle): sum(_assigns(op, placeholder) for op in placeholder.consumers())
         for handle, placeholder in graph.captures
@@ -297,7 +297,7 @@ def _num_assignments(graph: tf.Graph) -> dict[int, int]:
 
 
 def _assigns(op: tf.Operation, handle: tf.Tensor) -> bool:
-    """True if an operation does more than read a variable. TensorFlow knows that of conditions, loops and calls."""
+    """True if an operation does more than read a variable. TensorFlow knows this for conditions, loops and calls."""
     if op.type in _READ_ONLY_OPS:
         return False
     reads, _ = auto_control_deps_utils.get_read_write_resource_inputs(op)

@@ -1,4 +1,4 @@
-"""Wraps Keras's trainer, to know the begin and the end of `fit`, of its epochs, and of its validation."""
+"""Wraps Keras's trainer, to observe the start and the end of `fit`, of its epochs, and of its validation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _clusters: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
 
 
 def register_cluster(strategy: tf.distribute.Strategy) -> None:
-    """Makes `fit` refuse models that were created under no strategy, from now on: their scope was forgotten."""
+    """Makes `fit` refuse models that were created under no strategy, from now on: users may forget the scope."""
     _clusters.add(strategy)
 
 
@@ -126,13 +126,13 @@ def _wrapped(method: Callable, is_fit: bool) -> Callable:
 
 
 def _adopt_optimizers(model: keras.Model, strategy: tf.distribute.Strategy) -> None:
-    """Gives optimizers that were created under no strategy, as by a `compile` outside of the scope, the model's."""
+    """Assigns `strategy` to the model's optimizers without a strategy, as from a `compile` outside of the scope."""
     for optimizer in [each for each in vars(model).values() if isinstance(each, BaseOptimizer)]:
         _adopt(optimizer, strategy)
 
 
 def _adopt(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -> None:
-    """Gives an optimizer that was created under no strategy this one.
+    """Assigns `strategy` to an optimizer that was created under no strategy.
 
     Otherwise TensorFlow refuses to create its slots in the scope: "Mixing different tf.distribute.Strategy objects".
     And Keras would add up gradients by itself, before the strategy does.
@@ -145,7 +145,7 @@ def _adopt(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -> None:
 
 @contextlib.contextmanager
 def _undecorated(model: keras.Model) -> Iterator[None]:
-    """Takes `@tf.function` off the model's `train_step`: `fit` compiles that, and updates must not be nested deeper."""
+    """Removes `@tf.function` from the model's `train_step`: `fit` compiles the step, and updates must not be nested."""
     train_step = inspect.getattr_static(model, "train_step")
     if not isinstance(train_step, tf.types.experimental.PolymorphicFunction):
         yield
@@ -249,7 +249,7 @@ def _fit(hooks: TrainingHooks, x: Any, callbacks: Any) -> Iterator[None]:
 
 
 def _wrapped_metrics(method: Callable) -> Callable:
-    """Computes the metrics of a step for all devices of the process."""
+    """Computes the metrics of a step once for all devices of the process."""
 
     @functools.wraps(method)
     def get_metrics_result(self):
@@ -284,7 +284,7 @@ def _rows_of_step(iterator: TFEpochIterator) -> Callable[[Any], Any]:
 
 
 def _wrapped_iterator(method: Callable) -> Callable:
-    """Reports the batches of the dataset that Keras creates, counts and distributes here."""
+    """Reports the number of batches of the dataset that Keras creates, counts and distributes here."""
 
     @functools.wraps(method)
     def make(self, distribute_strategy=None, *args, **kwargs):
@@ -324,7 +324,7 @@ def _until_stopped(steps: Iterator, hooks: TrainingHooks, epoch: TFEpochIterator
 def _size_of_execution(epoch: TFEpochIterator) -> int:
     """The number of steps of the next execution: fewer than usual if the data has fewer batches left."""
     size, num_batches = epoch.steps_per_execution, epoch._num_batches
-    num_before = epoch._steps_seen - size  # Keras has counted a full execution. `steps_per_epoch` shortens none.
+    num_before = epoch._steps_seen - size  # Keras has counted a full one. `steps_per_epoch` shortens no execution.
     return min(size, num_batches - num_before) if num_batches else size
 
 
@@ -392,7 +392,7 @@ def _applied_once(method: Callable) -> Callable:
 
 
 def _wrapped_all_reduce(method: Callable) -> Callable:
-    """Leaves gradients to the exchange at the update. One operation for all would hold back the first gradients."""
+    """Leaves out Keras's all-reduce, which would delay the first gradients. They are exchanged at the update."""
 
     @functools.wraps(method)
     def all_reduce(self, grads_and_vars):

@@ -19,10 +19,10 @@ _PLACE = "the directory of KerasTuner: "
 
 
 class Trial:
-    """The trial that a `fit` belongs to, if KerasTuner has called it.
+    """The trial that a `fit` belongs to, if KerasTuner called that `fit`.
 
     Args:
-      callbacks: As `fit` takes them. KerasTuner adds a callback of its own.
+      callbacks: The `callbacks` argument of `fit`. KerasTuner adds a callback of its own.
 
     Attributes:
       claims: The claims for the session. If any rank makes them, all ranks have to compare.
@@ -45,7 +45,7 @@ class Trial:
 
         Args:
           owners: The rank that each claim belongs to.
-          share: Gives every rank each rank's bytes.
+          share: Sends this rank's bytes to all ranks, and returns the bytes of every rank.
 
         Raises:
           MismatchError: On all ranks, if a rank tries other hyperparameters, or writes to another rank's directory.
@@ -100,5 +100,5 @@ def ending_search(callbacks: object) -> Iterator[None]:
 
 @functools.cache
 def _fatal(kind: type[HopError]) -> type[HopError]:
-    """The same error as a class that KerasTuner raises instead of recording it."""
+    """A subclass of an error class. KerasTuner raises its instances instead of recording them."""
     return type(kind.__name__, (kind, sys.modules["keras_tuner"].errors.FatalError), {"__doc__": kind.__doc__})

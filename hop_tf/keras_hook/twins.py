@@ -1,8 +1,8 @@
 """`Twin`: a second state of an optimizer and its variables, updated by the same rule.
 
-An update costs some fifty operations for each variable, however small the variable is. So small variables lie together
-in flat vectors here, and each vector is updated as if it were one variable. The results are the same (except for the
-last bit of a root) for elementwise rules. Such a rule computes each value from its own gradient, weight and slots only,
+An update costs some fifty operations for each variable, even for a small one. So small variables are joined to flat
+vectors here, and each vector is updated as if it were one variable. The results are the same (except for the last bit
+of a square root) for elementwise rules. Such a rule computes each value from its own gradient, weight and slots only,
 as most of Keras's optimizers do.
 """
 
@@ -26,12 +26,12 @@ from hop_tf.keras_hook.optimizers import (
 )
 from hop_tf.keras_hook.updates import decayed_values, update
 
-# Other optimizers look at a whole variable, as Lamb does, or are a user's own.
+# Optimizers with elementwise rules. Others look at a whole variable, as Lamb does, or are a user's own.
 _ELEMENTWISE = tuple(
     getattr(keras.optimizers, name)
     for name in ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Lion")
 )
-# A larger variable stays by itself: copying it would cost more than the saved operations.
+# A larger variable stays separate: copying it would cost more than the saved operations.
 _MAX_SMALL_VALUES = 1 << 14
 
 
@@ -64,7 +64,7 @@ class Twin:
         self._groups = _groups(variables, self._have_decay)
         slots = slots_of(optimizer, variables)
         names = dict.fromkeys(name for name, _ in slots)
-        # The optimizer's weights, then those of each slot.
+        # The optimizer's weights, then the variables of each slot.
         self._theirs = [list(variables), *([slots[name, i] for i in range(len(variables))] for name in names)]
         self._their_count = iterations_variable(optimizer)
         mine = [[self._make(kind, group) for group in self._groups] for kind in self._theirs]
@@ -97,7 +97,7 @@ class Twin:
     def _moved(self) -> Any:
         """An optimizer of the twin's variables, with the present settings and learning rate of the original optimizer.
 
-        Attributes bypass Keras's tracking, which would add them to the saved state of the original optimizer.
+        Attributes are set without Keras's tracking, which would add them to the saved state of the original optimizer.
         """
         optimizer = self._optimizer()
         if decays(optimizer, self._theirs[0]) != self._have_decay:
@@ -112,7 +112,7 @@ class Twin:
         return moved
 
     def join(self, values: Sequence) -> list[tf.Tensor]:
-        """Lays out one value for each variable in the same way as `weights`."""
+        """Arranges values, one for each variable, in the same way as `weights`."""
         flat = tf.constant([-1])
         return [
             values[first]
@@ -140,10 +140,10 @@ class Twin:
         self._count.assign(self._their_count)
 
     def give(self, *, decayed: bool = False) -> None:
-        """Gives the optimizer and its variables the twin's state.
+        """Copies the twin's state to the optimizer and its variables.
 
         Args:
-          decayed: True to give the weights after decoupled weight decay, the first part of an update.
+          decayed: True to copy the weights after decoupled weight decay, the first part of an update.
         """
         values = [[variable.read_value() for variable in kind] for kind in self._mine]
         if decayed:
@@ -164,7 +164,7 @@ class Twin:
 
 
 def _groups(variables: Sequence[tf.Variable], have_decay: Sequence[bool]) -> list[list[int]]:
-    """The indices of variables that lie together: small ones of the same type, device and decay."""
+    """The indices of variables that share a flat vector: small ones of the same type, device and decay."""
     groups = {}
     for index, (variable, has_decay) in enumerate(zip(variables, have_decay, strict=True)):
         is_small = variable.shape.num_elements() <= _MAX_SMALL_VALUES

@@ -29,7 +29,7 @@ from hop_tf.tensors.finite import are_finite
 
 
 class _OwnUpdates(threading.local):
-    """Flags of this thread: set while `update` or `prepare_update` calls an optimizer, which hooks must ignore.
+    """Flags of this thread, set while `update` or `prepare_update` calls an optimizer. Hooks ignore such calls.
 
     Attributes:
       runs: True while the optimizer's update is a strategy's own.
@@ -62,8 +62,8 @@ def update(
     """Emits one complete update of some variables, as `optimizer.apply` makes it.
 
     That includes decay, step, moving averages, constraints, and the count of steps. Gradients are neither scaled nor
-    accumulated. For a `LossScaleOptimizer`, gradients come here before they are clipped: they are clipped here, and an
-    update with gradients that are not finite is left out. No strategy's hooks see the update.
+    accumulated. For a `LossScaleOptimizer`, gradients must not be clipped yet: they are clipped here. An update with
+    gradients that are not finite is then left out. No strategy's hooks see the update.
 
     Args:
       optimizer: The optimizer, built.
@@ -119,7 +119,7 @@ def follows_weights(kind: type) -> bool:
 
 
 def prepare_update(optimizer: Any, gradients: Sequence[tf.Tensor], variables: Sequence[tf.Variable]) -> None:
-    """Emits what `optimizer.apply` does before it calls the hooks: decay, and Nadam's preparation of a step.
+    """Emits the ops that `optimizer.apply` runs before it calls the hooks: decay, and Nadam's preparation of a step.
 
     Emits nothing for a `LossScaleOptimizer`, which does all of that after the hooks.
     """
@@ -158,7 +158,7 @@ def out_of_place(optimizer: Any) -> Iterator[None]:
     """Makes the optimizer's `assign_add` and `assign_sub` write to new memory.
 
     Strategies keep the values of variables from before an update. A variable shares its memory with the kept value, so
-    that an update in place would first copy it. An optimizer that overrides these methods is left as it is.
+    an in-place update would first copy that memory. An optimizer that overrides these methods is left as it is.
     """
     kind = type(optimizer)
     if (kind.assign_add, kind.assign_sub) != (TFOptimizer.assign_add, TFOptimizer.assign_sub):

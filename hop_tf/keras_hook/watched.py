@@ -85,7 +85,7 @@ class Watch:
         return group
 
     def listen(self, variables: Sequence[tf.Variable]) -> None:
-        """Watches variables in training steps. A function that assigns them counts after `add`.
+        """Watches variables in training steps. A `tf.function` that assigns them between steps counts only after `add`.
 
         A `tf.function` is traced once, so the watch has to listen before a program traces the function.
         """
@@ -109,11 +109,11 @@ class Watch:
             self._set_flags(variable)
 
     def _is_noted(self, key: int) -> bool:
-        """True if a variable was assigned since `forget`, or since a graph has taken that."""
+        """True if a variable was assigned since `forget`, and its flags were not reset by a graph since then."""
         return key in self._assigned and all(bool(flags[index]) for flags, index in self._places(key))
 
     def note_value(self, variable: tf.Variable) -> None:
-        """Called when a variable was assigned."""
+        """Called after a variable was assigned."""
         if not self._ignores_undone or own_updates.runs or not tf.executing_eagerly() or self.trace is not None:
             return
         _, before = self._assigned.get(id(variable), (None, None))
@@ -135,7 +135,7 @@ class Watch:
             flags.scatter_update(tf.IndexedSlices([is_assigned], [index]))
 
     def _places(self, key: int) -> list[tuple[tf.Variable, int]]:
-        """The flags of groups that a variable belongs to, and its place in each."""
+        """The flags of each group that a variable belongs to, and the variable's index in them."""
         groups = [group for group in self._groups if group.has_flags and key in group.keys]
         return [(group.flags, group.keys.index(key)) for group in groups]
 
@@ -171,7 +171,7 @@ class Watch:
         return [v for v, before in values if id(v) in assigned and not _are_alike(v.numpy(), before.numpy())]
 
     def forget(self) -> None:
-        """Forgets the assignments made so far: the scheme has taken them."""
+        """Forgets the assignments made so far: the scheme has handled them."""
         self._forget(self._watched.keys())
 
     def _forget(self, keys: Set[int]) -> None:
@@ -185,10 +185,10 @@ class Watch:
 
 
 class WatchedGroup:
-    """Watched variables whose assignments a scheme takes, or refuses, together.
+    """Watched variables whose assignments a scheme handles, or refuses, together.
 
     Attributes:
-      keys: The identities of the variables, in their order.
+      keys: The `id`s of the variables, in their order.
 
     Args:
       watch: The watch of the variables.
@@ -197,7 +197,7 @@ class WatchedGroup:
 
     def __init__(self, watch: Watch, variables: Sequence[tf.Variable]):
         self._watch = watch
-        self._variables = tuple(variables)  # As long as these live, nothing else has their identities.
+        self._variables = tuple(variables)  # As long as these live, no other object has the same `id`.
         self.keys = tuple(map(id, variables))
 
     @functools.cached_property
@@ -211,12 +211,12 @@ class WatchedGroup:
         return "flags" in vars(self)
 
     def is_assigned(self) -> tf.Tensor:
-        """Emits the ops that tell if one of the variables was assigned since `forget`."""
+        """Emits the ops that tell if at least one of the variables was assigned since `forget`."""
         of_functions = self._watch.flags_of(self.keys).values()
         return tf.reduce_any(tf.concat([self.flags, tf.stack(list(of_functions))], 0) if of_functions else self.flags)
 
     def are_assigned(self) -> tf.Tensor:
-        """Emits the ops that tell of each of the variables if it was assigned since `forget`."""
+        """Emits the ops that tell, for each variable, if it was assigned since `forget`."""
         of_functions = self._watch.flags_of(self.keys)
         if not of_functions:
             return self.flags.read_value()

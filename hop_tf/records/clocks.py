@@ -1,12 +1,12 @@
 """The offsets between the clocks of machines, from the round trips of heartbeats.
 
-A rank sends a heartbeat at t0 by its own clock, and gets the answer at t1, with the peer's reading s. The peer read its
-clock between t0 and t1. NTP's formula takes the middle, and is wrong by at most half of the round trip:
+A rank sends a heartbeat at t0 by its own clock. At t1 it gets the answer, with the time s on the peer's clock. The peer
+read its clock between t0 and t1. NTP's formula takes the middle, and is wrong by at most half of the round trip:
 
     offset  =  s - (t0 + t1) / 2
 
-The shortest of many round trips are the most exact. Clocks drift apart by some millionths, so the offset at a given
-time is interpolated. Processes of one system share its clock.
+Of many round trips, the shortest ones give the most exact offsets. Clocks drift apart by some millionths, so the offset
+at a given time is interpolated. Processes of one system share its clock.
 
 Reference: D. Mills, "Internet Time Synchronization: the Network Time Protocol", IEEE Transactions on Communications 39
 (1991), section 4.
@@ -26,7 +26,7 @@ _MOST_TIMES_SHORTEST = 2.0
 
 
 def offset_of(there: float, received_at: float, round_trip_seconds: float) -> float:
-    """The peer's clock less this one's. The peer has answered with its time `there`, which came at `received_at`."""
+    """The peer's clock minus this clock. The peer's answer, with its time `there`, arrived at `received_at`."""
     return there - (received_at - round_trip_seconds / 2)
 
 
@@ -54,12 +54,13 @@ class Clocks:
     """Converts the times of several clocks to one of them.
 
     Args:
-      names: By process (any key), the name of its clock.
-      samples: By pair of processes, the measurements of the first one's heartbeats to the second.
+      names: For each process (any key), the name of its clock.
+      samples: For each pair of processes, the measurements of the first one's heartbeats to the second.
 
     Attributes:
-      errors: By clock name, the largest error of its times in seconds: half of the shortest round trips on the path to
-        the first clock. If no samples lead to a clock, its times stay, and its error is infinite.
+      errors: For each clock name, the largest possible error of its times in seconds: half of the sum of the shortest
+        round trips on the path to the first clock. If no samples lead to a clock, its times are not converted, and its
+        error is infinite.
     """
 
     def __init__(self, names: Mapping[object, str], samples: Mapping[tuple[object, object], Sequence[Sample]]):

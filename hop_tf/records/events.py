@@ -25,16 +25,16 @@ class Kind(enum.IntEnum):
     COMPUTE = 2
     # The step has its gradients and waits for the result of the exchange: communication that is not hidden.
     RESULT = 3
-    # The communication of a step (`number`: its segment) of a group, from its submission to its result.
+    # The communication of a group of variables in a step, from submission to result. `number` is the segment.
     EXCHANGE = 4
-    # Within an exchange: a rank waits for `peer`, the last one that is missing. `name` is the operation.
+    # Within an exchange: a rank waits for `peer`, the last peer that is missing. `name` is the operation.
     WAIT = 5
     # Within an exchange: the processor encodes or decodes values (encoding in the graph is a part of COMPUTE).
     ENCODE = 6
     # A message is sent, from when the connection takes it until the system has all of it. Before that, the message was
     # in the queue of its lane for `queued` seconds.
     SEND = 7
-    # A message has come completely. The duration is that of its handler, which blocks the lane.
+    # A message has arrived completely. The duration is that of its handler, which blocks the lane.
     RECEIVE = 8
     # `model.evaluate` within `fit`.
     VALIDATION = 9
@@ -78,5 +78,5 @@ PACKER = struct.Struct("<dQfiIfHhBBH")
 
 
 def process_name(number: int, num_ranks: float) -> str:
-    """The name of a process for people, by its place in the cluster: ranks come first, then parameter servers."""
+    """The readable name of a process with index `number` in the cluster: first ranks, then parameter servers."""
     return f"rank {number}" if number < num_ranks else f"ps {number - num_ranks}"

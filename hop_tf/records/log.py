@@ -23,12 +23,12 @@ class ProcessLog:
     """The records of one process.
 
     Attributes:
-      number: Its place in the cluster: ranks, then parameter servers.
+      number: Its index in the cluster: first ranks, then parameter servers.
       about: The file's description: `rank`, `num_ranks`, `num_servers`, `strategy`, `host`, `pid` and others.
       events: Rows of `EVENT`, in the order of their begins, on the clock of the job's first process.
-      names: The text of each number in `name`.
+      names: For each number in the field `name` of an event, its text.
       lines: The other lines of text, in order. Their `time` is on that clock, too.
-      clock_error_seconds: The largest error of the times.
+      clock_error_seconds: The largest possible error of the times.
       starts: The time of its start, on that clock; after `join_restarts`, the times of all joined processes.
       num_restarts: Number of earlier restarts of the rank, or server.
     """
@@ -49,7 +49,7 @@ class ProcessLog:
 
     @property
     def name(self) -> str:
-        """The process's name for people."""
+        """The process's readable name."""
         times = {0: "", 1: " (restarted)"}.get(self.num_restarts, f" (restarted {self.num_restarts} times)")
         return process_name(self.number, int(self.about["num_ranks"])) + times
 
@@ -64,11 +64,11 @@ class ProcessLog:
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A message that was sent and has come. Times are in seconds on the clock of the job's first process.
+    """A message that was sent and has arrived. Times are in seconds on the clock of the job's first process.
 
     Attributes:
-      sender: The sender's place in `JobLog.processes`.
-      receiver: The receiver's place there.
+      sender: The sender's index in `JobLog.processes`.
+      receiver: The receiver's index there.
       lane: The lane.
       number: Number of the message on its lane.
       queue: Name of its queue, without numbers.
@@ -77,7 +77,7 @@ class Transfer:
       step: The sender's step; NONE if it makes no steps.
       put_at: Time when the transport got the message.
       sent_at: Time when its connection began to send it.
-      come_at: Time when it had come completely.
+      come_at: Time when it had arrived completely.
     """
 
     sender: int
@@ -98,9 +98,9 @@ class JobLog:
     """The records of all processes of a job.
 
     Attributes:
-      processes: The processes that have left files, in the order of their numbers. A rank that was started again is
-        there several times.
-      transfers: The messages with records of both ends, in the order in which they came.
+      processes: The processes that have left files, in the order of their numbers. A restarted rank is listed several
+        times.
+      transfers: The messages with records of both ends, in the order in which they arrived.
       num_unmatched: Number of messages with a record of one end only: the files ended before the message arrived, or a
         process died.
     """
@@ -119,7 +119,7 @@ def read_job(log_dir: str | os.PathLike) -> JobLog:
     """Reads the records of a job.
 
     Args:
-      log_dir: `CommunicationOptions.log_dir` of the job. If several jobs had the same one, the last job counts.
+      log_dir: `CommunicationOptions.log_dir` of the job. If several jobs have used it, the last job is read.
 
     Raises:
       ValueError: If there are no records.
@@ -265,8 +265,8 @@ def _clock_samples(processes: Sequence[_Raw]) -> Iterator[tuple[tuple[int, int],
 def _match(processes: Sequence[ProcessLog]) -> tuple[list[Transfer], int]:
     """The messages with records of both ends, and the number of messages with only one.
 
-    A restarted process uses numbers again, and a message is sent again when a connection breaks. So a received message
-    belongs to the last send before it.
+    A restarted process uses the same numbers again, and a message is sent again when a connection breaks. So a received
+    message belongs to the last send before its arrival.
     """
     sent = collections.defaultdict(list)
     for index, process in enumerate(processes):

@@ -32,7 +32,7 @@ MAX_BYTES = 64 << 20
 # Limit on the time for which a hanging disk delays `close`.
 CLOSE_SECONDS = 5.0
 _PERIOD_SECONDS = 2.0
-# Without their numbers, names are few. Further names share one place.
+# Without the numbers in them, there are few names. Names beyond this limit share one entry.
 _MAX_NAMES = 256
 _OTHER = "(other)"
 _MAX_CACHED = 4096
@@ -115,7 +115,7 @@ class Recorder:
       is_on: True if events of the present step are recorded. Check this before costly work, such as reading the clock.
       step: The step of the session that the rank is in.
       session: The running session.
-      follows: True to record the events of messages that their senders record: for a server, which makes no steps.
+      follows: True to record a message's events if its sender records them: for a server, which makes no steps.
 
     Raises:
       OSError: If the files cannot be made.
@@ -169,7 +169,7 @@ class Recorder:
             self.step, self.is_on = step, self.records(step)
 
     def follow(self, is_recorded: bool) -> None:
-        """Called when a message has come that its sender records, or does not: see `follows`."""
+        """Called when a message has arrived. `is_recorded` is True if its sender records it: see `follows`."""
         if self.follows:
             self.is_on = is_recorded and not self._is_over
 
@@ -202,7 +202,7 @@ class Recorder:
           step: The step that it belongs to. Default: the step that the rank is in.
           peer: The other rank.
           lane: Lane of a message.
-          name: Name of the queue or of the awaited operation. Numbers in it are left out, so that names are few.
+          name: Name of the queue or of the awaited operation. Numbers in it are left out, so that there are few names.
           num_bytes: Bytes of a message.
           number: Number of a message on its lane, or as the kind says.
           queued: Seconds that a message has waited for its turn.
@@ -244,11 +244,11 @@ class Recorder:
             self.add_line(kind, **values)
 
     def note_clock(self, peer: int, offset_seconds: float, round_trip_seconds: float) -> None:
-        """Takes a measurement of the peer's clock by a heartbeat. The one with the shortest round trip is written.
+        """Takes a heartbeat's measurement of the peer's clock. Only that with the shortest round trip is written.
 
         Args:
           peer: The peer that has answered.
-          offset_seconds: The peer's clock less this one's, from `clocks.offset_of`.
+          offset_seconds: The peer's clock minus this clock, from `clocks.offset_of`.
           round_trip_seconds: Time until the answer came. Half of that is the largest error.
         """
         with self._lock:
@@ -353,7 +353,7 @@ class Recorder:
         self._end()
 
     def _write_bytes(self, rows: bytes, text: bytes) -> None:
-        # Names before the rows that refer to them.
+        # Names are written before the rows that refer to them.
         for file, data in ((self._lines, text), (self._rows, rows)):
             self._num_bytes += len(data)
             while data:  # A write may stop in the middle if a disk is nearly full.

@@ -1,7 +1,7 @@
 """Chooses the steps to record: all at first, then ever fewer, so that a long job's files stay small.
 
 The rule depends only on the step's number, so that all ranks record the same steps without communication. Steps are
-recorded in blocks, because the next steps of a block show the effects of one step on the next.
+recorded in blocks, because consecutive steps show the effects of each step on the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_recorded(number: int, full: int = FULL_STEPS, block: int = BLOCK_STEPS) -
     so that at most F + F/2 ceil(log2(n / F)) of n > F numbers are recorded.
 
     Args:
-      number: The step, from 0. Negative before the first step, which is recorded.
+      number: The step, from 0. Negative before the first step. Negative numbers are recorded.
       full: F, a multiple of 2 B.
       block: B.
     """

@@ -21,7 +21,7 @@ from hop_tf.records.log import JobLog, ProcessLog
 _Key = tuple[int, Kind, int, int, int, float]
 # Shorter events cannot be seen, and cannot have an arrow.
 _LEAST_MICROSECONDS = 1.0
-# Limit on the tracks of a group, which has several if events overlap, and the distance between tracks of one lane.
+# Limit on the tracks of a group (overlapping events need several), and the distance between the tracks of one lane.
 _MAX_TRACKS, _MAX_LANES = 1024, 16
 
 
@@ -81,7 +81,7 @@ def to_trace(job: JobLog) -> dict[str, object]:
 
 
 def _microseconds(seconds: float) -> float:
-    """The time in a trace, in whole nanoseconds: events that Perfetto itself has to round may overlap afterwards."""
+    """Microseconds, rounded to nanoseconds. If Perfetto had to round the times, events might overlap afterwards."""
     return round(seconds * 1e6, 3)
 
 
@@ -162,7 +162,7 @@ class _Tracks:
         self._ends: dict[int, list[float]] = {}
 
     def find(self, group: _Track, begin: float, end: float, lane: int) -> int:
-        """The track of the next event, in the order of begins. Messages of a lane share a track if they can."""
+        """The track of the next event. Call it in the order of begins. Messages of a lane share a track if they can."""
         for place in range(lane, _MAX_TRACKS, _MAX_LANES) if group in _OF_LANES else range(_MAX_TRACKS):
             tid = group * _MAX_TRACKS + place
             ends = self._ends.setdefault(tid, [])

@@ -50,7 +50,7 @@ class BufferPool:
         """Returns an array to write to.
 
         Args:
-          num_bytes: Its size; may be 0.
+          num_bytes: Size of the array; may be 0.
 
         Returns:
           1-D uint8 array with undefined contents, aligned to a memory page (hence to 64 bytes). The memory is not used

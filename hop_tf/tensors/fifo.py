@@ -1,4 +1,4 @@
-"""Update queues and token queues, which Hop synchronizes with, on TensorFlow's `FIFOQueue`.
+"""Hop's update queues and token queues, which synchronize ranks, on TensorFlow's `FIFOQueue`.
 
 A TensorFlow queue can neither be searched nor dequeued with a deadline. So the tags of its entries are kept separately,
 and an entry is dequeued only when it is known to be there. All waiting is done by the caller (`Membership.wait`).
@@ -59,14 +59,14 @@ class Fifo:
 
 
 class SimulatedFifo:
-    """The same without TensorFlow, which would take most of the time in simulations of hundreds of ranks."""
+    """The same as `Fifo` without TensorFlow, which would take most of the time in simulations of hundreds of ranks."""
 
     def __init__(self, capacity: int, dtypes: Sequence[tf.DType]):
         self._capacity = capacity
         self._entries = collections.deque()
 
     def put(self, entry: Sequence[np.ndarray]) -> None:
-        """See `Fifo`. Raises OverflowError if there is no room, where `Fifo` would block forever."""
+        """See `Fifo`. If there is no room, this raises OverflowError, and `Fifo` would block forever."""
         if len(self._entries) == self._capacity:
             raise OverflowError(f"cannot put an entry into a full queue of {self._capacity} entries.")
         self._entries.append(tuple(entry))
@@ -184,7 +184,7 @@ class NewestUpdates:
         """Adds an update. Returns True if it has replaced an unused one.
 
         Raises:
-          ProtocolError: If it is not newer than its sender's previous update.
+          ProtocolError: If the update is not newer than its sender's previous update.
         """
         sender = update.sender
         if update.iteration <= self.newest[sender]:
@@ -216,10 +216,11 @@ class NewestUpdates:
 class TokenQueue:
     """TokenQ(j -> i): permissions of out-neighbor j for this rank i to enter further iterations.
 
-    Kept at i and filled by messages of j. While i is in an iteration, Iter(j) - Iter(i) + max_iteration_gap tokens are
-    here or in flight. If a rank joins late, that number may be negative: the first tokens that come are owed. Tokens
-    are also owed if a rank has gone on without those of a silent rank (`take`). The silent rank may then get more
-    tokens than it has room for (`put`). All tokens are alike, so they are only counted.
+    The queue is kept at i and filled by messages from j. While i is in an iteration, the queue and messages in flight
+    hold Iter(j) - Iter(i) + max_iteration_gap tokens. If a rank joins late, that number may be negative: the first
+    tokens that come are owed. Tokens are also owed if a rank has continued without the tokens of a silent rank
+    (`take`). The silent rank may then get more tokens than it has room for (`put`). All tokens are alike, so they are
+    only counted.
 
     Args:
       num_initial: Tokens at the start: max_iteration_gap - 1 (Fig. 7, line 5), if both start at iteration 0.
@@ -253,11 +254,11 @@ class TokenQueue:
         return self._num_here + self._num_surplus - self._num_owed
 
     def put(self, iteration: int, *, has_surplus: bool = False) -> None:
-        """Adds the tokens that j inserts on entering `iteration`: one for every iteration since the last one.
+        """Adds the tokens that j inserts on entering `iteration`: one for every iteration since its previous tokens.
 
         Args:
           iteration: The iteration.
-          has_surplus: True to count tokens without room as surplus. Otherwise they are an error.
+          has_surplus: True if tokens beyond the queue's capacity are counted as surplus. Otherwise they are an error.
 
         Raises:
           ProtocolError: If j has sent tokens for this iteration before, or more tokens than the protocol allows.

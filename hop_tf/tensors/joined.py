@@ -1,7 +1,7 @@
 """`JoinedVariables`: variables of a bucket as one flat variable.
 
-A rule that computes each value from values at the same place only is the same for a flat vector. It then takes a few
-operations, however many variables there are.
+An elementwise rule, which computes each value only from values at the same index, gives the same result on a flat
+vector. It then takes a few operations, for any number of variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class JoinedVariables:
 
     Attributes:
       variables: As given.
-      spec: The spec of the flat vector, padding included. Its values lie in a bucket as those of the variables would.
+      spec: The spec of the flat vector, padding included. In a bucket, it has the same layout as the variables.
       dtype: The type.
       shape: The shape of the flat vector.
       device: The device.
@@ -50,7 +50,7 @@ class JoinedVariables:
         return self._packing.unpack([joined])
 
     def spread(self, values: tf.Tensor) -> tf.Tensor:
-        """Emits the ops that repeat a value for each variable at all of the variable's places."""
+        """Emits the ops that repeat values, one for each variable, for all elements of the variable."""
         ends = [self._packing.end(index) for index in range(len(self.variables))]
         return tf.gather(values, tf.searchsorted(ends, tf.range(ends[-1]), side="right"))
 
@@ -70,19 +70,19 @@ class JoinedVariables:
 
 
 class JoinedGroup:
-    """The variables of a group, of which small neighbors in a bucket are joined.
+    """The variables of a group. Small variables that are neighbors in a bucket are joined.
 
     Args:
       variables: The variables. The trained ones come first.
       num_trained: Number of trained ones.
       packing: The group's buckets. The variables are its first tensors.
-      max_values: Most values that are joined, because rules need room for all of them at a time. A larger variable
-        stays by itself. None: each does.
+      max_values: Maximum number of values that are joined, because rules need room for all of them at a time. A larger
+        variable stays separate. None: every variable stays separate.
 
     Attributes:
-      variables: The variables, by themselves or joined. The trained ones come first.
+      variables: The variables, separate or joined. The trained ones come first.
       num_trained: Number of trained ones among these.
-      packing: The same buckets, for one tensor for each of `variables`, and the other tensors of the group.
+      packing: The same buckets, with one tensor for each of `variables`, and the other tensors of the group.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class JoinedGroup:
         return [pieces[i] for i in range(len(pieces))]
 
     def arrange(self, values: tf.Tensor) -> tf.Tensor:
-        """Emits the ops that bring a value for each trained variable into the order of the joined ones."""
+        """Emits the ops that reorder values, one for each trained variable, to the order of the joined variables."""
         return values if self._order == sorted(self._order) else tf.gather(values, self._order)
 
 

@@ -30,7 +30,7 @@ class TensorSpec:
       shape: Its shape.
       dtype: Its type.
       exact: True if the tensor must not pass through a lossy codec.
-      on_host: True if only operations on the host use it when it comes back.
+      on_host: True if only operations on the host use the unpacked tensor.
     """
 
     name: str
@@ -56,7 +56,7 @@ class _Slot:
 
 
 class Packing:
-    """The places of a fixed list of tensors in the buckets.
+    """The layout of a fixed list of tensors in the buckets.
 
     Args:
       specs: The tensors, in order. Shapes are fully defined.
@@ -65,7 +65,7 @@ class Packing:
     Attributes:
       specs: The tensors.
       dtypes: dtype of each bucket, in the order of first appearance.
-      exact: For each bucket, True if no codec may change it.
+      exact: For each bucket, True if no lossy codec may change it.
       sizes: Elements of each bucket, padding included.
     """
 
@@ -73,7 +73,7 @@ class Packing:
         self.specs = tuple(specs)
         if whole is None:
             kinds = list(dict.fromkeys(map(_kind, self.specs)))
-        else:  # Not the kinds of its tensors: `whole` may be a part itself.
+        else:  # `whole` may be a part itself, so its tensors may lack some kinds.
             kinds = list(zip(whole.dtypes, whole.exact, strict=True))
         self.dtypes = tuple(dtype for dtype, _ in kinds)
         self.exact = tuple(exact for _, exact in kinds)
@@ -107,7 +107,7 @@ class Packing:
         return [tf.concat(pieces, axis=0) if pieces else tf.zeros([0], dtype) for pieces, dtype in buckets]
 
     def unpack(self, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Splits buckets into tensors of the original shapes, without a copy where TensorFlow shares slices."""
+        """Splits buckets into tensors of the original shapes, without a copy if TensorFlow shares slices."""
         return [_cut(buckets, spec, slot) for spec, slot in zip(self.specs, self._slots, strict=True)]
 
     def zeros(self) -> list[np.ndarray]:

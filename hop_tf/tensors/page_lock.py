@@ -62,7 +62,7 @@ class PageLock:
         if self._in_context("cuMemHostRegister_v2", address, num_bytes, _PORTABLE):
             return True
         self._count(-num_bytes)
-        self._max_bytes = 0  # Does not ask the driver again, which takes time.
+        self._max_bytes = 0  # Avoids further calls of the driver, which take time.
         return False
 
     def unlock(self, address: int, num_bytes: int) -> None:
@@ -119,8 +119,8 @@ class Block(mmap.mmap):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         if page_lock.lock(address, len(self)):
             self._unlock = page_lock.unlock, address, len(self)
-            # A forked process would share the pages. The first write here would then move this process's page away from
-            # the one that the device knows.
+            # A forked process would share the pages. The first write here would then give this process a new page, but
+            # the device would use the old one.
             self.madvise(mmap.MADV_DONTFORK)
 
     def __del__(self):

@@ -1,4 +1,4 @@
-"""Joins several arrays to the payload of one message, or of a file, and splits them again."""
+"""Joins several arrays into the payload of one message, or of a file, and splits them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
 
     Returns:
       The number of parts and their lengths, then the parts' bytes. Each part starts at a multiple of 64 bytes, so that
-      codecs and TensorFlow take it as it is.
+      codecs and TensorFlow use it without a copy.
     """
     flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in parts]
     payload = []
@@ -35,7 +35,7 @@ def join(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The same as `join`, as one array of bytes, which is a copy."""
+    """The result of `join` as one array of bytes, which is a copy."""
     return np.concatenate(join(parts))
 
 
@@ -46,7 +46,7 @@ def _lengths(*sizes: int) -> np.ndarray:
 
 
 def split(payload: np.ndarray) -> list[np.ndarray]:
-    """The bytes of each part of a payload from `join`. They share memory with `payload`.
+    """The bytes of each part of a payload from `join`. The parts share memory with `payload`.
 
     Raises:
       ProtocolError: If the payload is malformed.
