@@ -163,7 +163,7 @@ class TaskOutput:
         """Releases the log file and the pipe. Must be called after the last read."""
         self.close_write_end()
         os.close(self._read_end)
-        with contextlib.suppress(OSError):  # `_write_log` has already reported a disk that takes nothing.
+        with contextlib.suppress(OSError):  # `_write_log` has already reported a full disk.
             self._log.close()
 
     def _write_log(self, lines: list[str]) -> None:
