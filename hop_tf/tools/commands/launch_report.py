@@ -89,7 +89,7 @@ class ProcessorMeter:
 
 
 def _disjoint_times(core) -> dict[str, float]:
-    """The times of a core that add up to the whole. The times of guests are part of the user's."""
+    """The times of a core that add up to its total time. Guests' times are left out: the user's contain them."""
     return {name: value for name, value in core._asdict().items() if not name.startswith("guest")}
 
 

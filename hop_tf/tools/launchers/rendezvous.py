@@ -1,4 +1,4 @@
-"""`meet`: a rendezvous of processes that know only the address of process 0. Each tells its address and gets all."""
+"""`meet`: a rendezvous of processes that know only the address of process 0. Each tells its own and gets all."""
 
 from __future__ import annotations
 

@@ -113,7 +113,10 @@ class TaskOutput:
         return self._assembler.unfinished
 
     def close_write_end(self) -> None:
-        """Closes this process's copy of the write end. Must be called after the start, so that output ends with it."""
+        """Closes this process's copy of the write end.
+
+        Must be called after the start, so that the output ends when the process does.
+        """
         if self._write_end is not None:
             os.close(self._write_end)
             self._write_end = None
