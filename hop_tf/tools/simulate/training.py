@@ -178,7 +178,7 @@ class _Goal:
         return len(self._through) == len(self._begins)
 
     def simulation(self, ranks: Sequence[Training]) -> Simulation:
-        """The result of all steps except the first ones. A rank of Hop may jump over their end, or the last step."""
+        """The result of all steps except the first ones. A rank of Hop may jump over the first or last of them."""
         seconds, num_made, num_steps = [], 0, 0
         for begins in self._begins:
             first = max(step for step in begins if step <= self._first)

@@ -68,7 +68,7 @@ class VirtualMonitor(Monitor):
 class VirtualTransport(Transport):
     """A transport whose messages take virtual time, and whose rank may die and be started again.
 
-    A message in flight is lost if a new process has taken the receiver's place. It is also lost if the receiver already
+    A message in flight is lost if a new process has replaced the receiver. It is also lost if the receiver already
     knows a newer process of the sender, from that process's first message. Messages of a process that has died may
     reach only some ranks: see `die`.
 

@@ -123,7 +123,7 @@ def ring_delays(num_hosts: int, one_way_seconds: float) -> list[list[float]]:
 # The sites of a training across three continents, in the order of their ring. The paper prints only the largest round
 # trip, 277 ms, and the ring's sum, 479 ms, and shows the others in a picture. The other values here are typical for
 # such distances, and give that sum. The largest round trip is between Tokyo and London, according to section 4.4.
-# Distributed Training across the World. 2019. Section 4.4, Figure 2.
+#   Distributed Training across the World. 2019. Section 4.4, Figure 2.
 SITES = ("Tokyo", "Oregon", "London", "Ohio")
 _SITE_ROUND_TRIPS = {
     ("Tokyo", "Oregon"): 0.097,
