@@ -105,8 +105,7 @@ class TaskReport:
       ended_by_launcher: True if it ended only after the launcher had signalled it.
       log_path: The path of its log file.
       last_words: The exception that ended it, or otherwise the last line that it printed. One line, which may be empty.
-      stacks_path: The path of a file with the stacks of its threads, which is written if it waits long for others; or
-        None.
+      stacks_path: The path of a file with the stacks of its threads. None if it did not wait long for others.
       earlier: The reports of its earlier processes, if it was started again.
       was_needed: False if it was killed, and the others have done their part without it.
     """

@@ -64,7 +64,7 @@ class Finding:
       kind: "compute", "input", "callbacks", "validation" or "other", of a rank; "bandwidth" or "latency" of a link; or
         "communication", of all links alike.
       where: The rank or link, as "rank 3", "rank 0 - rank 2", "all links of rank 3" or "all ranks".
-      is_always: True if the cause is there in every step. False: now and then.
+      is_always: True if the cause is present in every step. False: now and then.
       share: The share of all ranks' time that it costs.
       step_seconds: The time of a step if the rank or link were like the others; nan if not known.
       text: A sentence that states the cause, and one with advice.

@@ -144,7 +144,7 @@ class Host:
         def accept() -> None:
             try:
                 connection, address = listening.accept()
-            except OSError as error:  # The connection is gone again, or this process is short of descriptors.
+            except OSError as error:  # The connection has closed again, or file descriptors are used up.
                 logging.log_every_n_seconds(logging.WARNING, "Cannot accept a connection: %s.", 10, error)
                 time.sleep(_PAUSE_SECONDS)
                 return

@@ -42,7 +42,7 @@ def meet(place: Place, *, num_ps: int, token: str | None, timeout_seconds: float
       ClusterConfigError: If processes contradict each other.
       HopError: If a port is not available, or another token is used.
 
-    Blocks: until all are there, at most `timeout_seconds`.
+    Blocks: until all have arrived, at most `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     if place.number == 0:

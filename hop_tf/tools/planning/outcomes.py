@@ -89,8 +89,8 @@ def _pipe_sgd(settings: Mapping, measurement: Measurement, durations: np.ndarray
 
 def _dts(settings: Mapping, measurement: Measurement, durations: np.ndarray | None) -> Outcome:
     plan = measurement.predict_dts(**settings, durations=durations)
-    # Merged weights, weights at the last window's end, and those that follow what is merged. For each window in flight
-    # its change and its message.
+    # Merged weights, weights at the last window's end, and, if merging is gentle, weights that follow the merged ones.
+    # For each window in flight, its change and its message.
     num_kept = 2 + Schedule(plan.delay, plan.interval).merges_gently
     return Outcome(plan.step_seconds, plan.bytes_per_step, num_kept + 2 * math.ceil(plan.delay / plan.interval))
 

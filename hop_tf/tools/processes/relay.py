@@ -1,4 +1,4 @@
-"""A process that stands for one on another machine: it runs `ssh`, and passes on signals, output and the exit code.
+"""A process that represents one on another machine: it runs `ssh`, and passes on signals, output and the exit code.
 
 It is run as a program, with the `ssh` command as its arguments. The order, a command for the other side (see
 `hop_tf.tools.processes.remote`, which runs there), is in an environment variable, because all users can see command

@@ -32,7 +32,7 @@ class ClusterConfig(BackendConfig):
       CPUs that a worker asks for, which also limits hop_tf's kernels), and no GPU if the trainer's `ScalingConfig` asks
       for none. Variables that are already set stay.
 
-    Unlike Ray's, it does not set TF_USE_LEGACY_KERAS.
+    Unlike Ray's `TensorflowConfig`, it does not set TF_USE_LEGACY_KERAS.
 
     Args:
       restart: The workers that Ray starts again when one fails, as often as `ray.train.FailureConfig` allows. "group":

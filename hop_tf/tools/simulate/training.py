@@ -47,7 +47,7 @@ class Links:
       bytes_per_second: Array [n, n] by sender and receiver: the rate of a message that has its link and its sender's
         card to itself.
       card_bytes_per_second: Array [n]: the rate of all messages together that a rank sends at the same time. None: the
-        card is no limit.
+        card does not limit the rate.
     """
 
     latency_seconds: np.ndarray

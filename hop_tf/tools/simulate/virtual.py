@@ -135,7 +135,7 @@ class VirtualTransport(Transport):
         self._held: dict[str, list[Message]] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
         self._latest_arrival: dict[int, float] = {}  # On any lane.
-        self._kept: list[Sending] = []  # Messages to peers that this rank has never met, until these are there.
+        self._kept: list[Sending] = []  # Messages to peers that this rank has never met, until these exist.
         self._pool = pool or BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
         self._num_recorded: collections.Counter[tuple[int, int]] = collections.Counter()  # By peer and lane.

@@ -161,7 +161,10 @@ class _SharedLinks:
         heapq.heappush(self._turns, (ready, vector, 1))
 
     def arrival(self, vector: Hashable) -> float:
-        """The time at which the mean of a vector is there. No vectors are sent before that time any more."""
+        """The time at which the mean of a vector arrives.
+
+        Vectors that are sent after this call must not be ready before that time.
+        """
         while vector not in self._arrivals:
             begin, other, turn = heapq.heappop(self._turns)
             self._free_at = max(begin, self._free_at) + self._sending
@@ -295,7 +298,7 @@ def server_seconds(
 
     The links of m servers serve all pushes at once, and each push slows the others down. Workers are not synchronized.
     A push that has a server's link to itself takes D / m on it. On average, worker r finds as many other workers on the
-    link as are there at any time:
+    link as there are at a random time:
 
         wait(r)   =  D / m (1 + sum over q != r of wait(q) / cycle(q))        for pushes, and likewise for answers
         cycle(r)  =  mean over t of c(r, t) + round trip + (1 - 1 / m) (D + D') + wait(r) + wait'(r)
