@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from hop_tf.tools.commands import running_ranks
 
-# Time between two requests for the ranks that a running job's ranks wait for.
+# Time between two looks at a running job. Each look asks the ranks which ranks they wait for.
 _LOOK_SECONDS = 0.25
 
 

@@ -32,12 +32,12 @@ _UNCAUGHT_EXCEPTION = 1
 # The time for reading the last lines of a process after its end.
 _OUTPUT_SECONDS = 0.5
 _NOTHING = re.compile(r"(?!)")
-# In the names of files of processes that were started again.
+# Pattern for a part of file names: it marks files of processes that were started again.
 _RESTARTS = ".restart*"
 
 
 def main(argv: Sequence[str], command: str = "launch") -> int:
-    """Runs `hop_tf launch` with the arguments `argv`, for `command`. Returns the exit code."""
+    """Runs `hop_tf launch` with the arguments `argv`, or another `command` ("plan"). Returns the exit code."""
     parser = make_parser(command)
     arguments = parser.parse_args(argv)
     try:
@@ -168,13 +168,13 @@ class _Launcher:
         return report.how + (report.saying(report.last_words) if report.last_words else "")
 
     def _wait_for_output(self, task: Task) -> None:
-        """Waits a moment until the whole output of an ended process was read."""
+        """Waits for the rest of an ended process's output, at most `_OUTPUT_SECONDS`."""
         self._outputs[task].wait_for(_NOTHING, _OUTPUT_SECONDS)
 
     def _make_commands(self, stack: contextlib.ExitStack) -> dict[Task, Command]:
         """Makes the commands that start the tasks. On this machine, ports are reserved until `stack` is closed."""
         options = self._options
-        # So that lines appear when they are printed, and a crash in native code prints a traceback.
+        # With these, lines appear when they are printed, and a crash in native code prints a traceback.
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         if options.hosts is not None:
             return host_commands(
@@ -210,12 +210,12 @@ class _Launcher:
         return os.path.join(self._log_dir, f"{task.file_stem}{f'.restart{number}' if number else ''}.{suffix}")
 
     def _paths(self, suffix: str, of: Sequence[str] = ("", _RESTARTS)) -> list[str]:
-        """The existing files of all tasks' processes with this suffix."""
+        """The existing files with this suffix, of all processes of all tasks."""
         stems = [os.path.join(glob.escape(self._log_dir), task.file_stem) for task in self._tasks]
         return [path for stem in stems for each in of for path in glob.glob(f"{stem}{each}.{suffix}")]
 
     def _remove_former_files(self) -> None:
-        """Removes files of an earlier job with this directory that this job might not overwrite."""
+        """Removes files that an earlier job left in this directory, and that this job might not overwrite."""
         former = (*self._paths("step_times"), *self._paths("stacks"), *self._paths("log", [_RESTARTS]))
         for path in former:
             os.remove(path)
@@ -224,7 +224,7 @@ class _Launcher:
         process, output = self._processes[task], self._outputs[task]
         return launch_report.TaskReport(
             task=task,
-            exit_code=-signal.SIGKILL if process.running else process.exit_code,  # Killed, but the system is slow.
+            exit_code=-signal.SIGKILL if process.running else process.exit_code,  # Killed, but not yet ended.
             seconds=process.seconds,
             end_time=process.end_time,
             ended_by_launcher=ended_by_launcher,

@@ -50,7 +50,7 @@ class Progress:
     waits_for: Sequence[str] = ()
 
     def take(self, line: str) -> bool:
-        """Takes a line if it is about progress. Returns True if it is."""
+        """Reads the progress from a line. Returns True if the line is about progress."""
         if match := _EPOCH.match(line):
             self.epoch, self.step = match[1], ""
         elif match := _STEP.match(line):
@@ -117,7 +117,8 @@ class TableConsole(Console):
 class WaitWatch:
     """Asks the ranks of a job, now and then, which ranks they wait for. Use as a context manager.
 
-    A rank that does not answer, for instance without the cluster token in `HOP_TF_CLUSTER_TOKEN`, is not asked again.
+    A rank that refuses, for instance without the cluster token in `HOP_TF_CLUSTER_TOKEN`, is not asked again. A rank
+    that only takes too long to answer is asked again.
 
     Args:
       configs: The `TF_CONFIG` of each process.

@@ -38,8 +38,8 @@ class ProcessorUse:
     """The use of the cores.
 
     Attributes:
-      busy_percent: The part of the time in which the cores available to this process worked, for any program. The mean
-        over the cores.
+      busy_percent: The percentage of time in which the cores available to this process worked, for any program. The
+        mean over the cores.
       period: "steps", from the first to the last training step of any worker, or "job" if no steps were recorded.
     """
 
@@ -48,7 +48,7 @@ class ProcessorUse:
 
 
 class ProcessorMeter:
-    """Records the cores' accumulated times, to find out afterwards the use of the cores in a period."""
+    """Records the cores' accumulated times, so that their use in any period can be found afterwards."""
 
     def __init__(self):
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
@@ -89,7 +89,7 @@ class ProcessorMeter:
 
 
 def _disjoint_times(core) -> dict[str, float]:
-    """The times of a core that add up to the whole. The times of guests are part of the user's."""
+    """The times of a core that add up to its total time. Guests' times are left out: the user's contain them."""
     return {name: value for name, value in core._asdict().items() if not name.startswith("guest")}
 
 
@@ -105,7 +105,7 @@ class TaskReport:
       ended_by_launcher: True if it ended only after the launcher had signalled it.
       log_path: The path of its log file.
       last_words: The exception that ended it, or otherwise the last line that it printed. One line, which may be empty.
-      stacks_path: The path of the stacks of its threads if it waited for others for long, or None.
+      stacks_path: The path of a file with the stacks of its threads. None if it did not wait long for others.
       earlier: The reports of its earlier processes, if it was started again.
       was_needed: False if it was killed, and the others have done their part without it.
     """
@@ -167,7 +167,7 @@ class JobReport:
 
     @property
     def exit_code(self) -> int:
-        """The launcher's exit code, with 128 + number for a signal."""
+        """The launcher's exit code: 128 + a signal's number if the signal ended the job or the first failed process."""
         if self.outcome is Outcome.INTERRUPTED:
             return 128 + self.signum
         if self.outcome is Outcome.TIMED_OUT:

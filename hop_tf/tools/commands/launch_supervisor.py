@@ -41,15 +41,15 @@ class Limits:
 class Restarts:
     """Starts failed processes again.
 
-    A server ends by itself when all workers have ended. It is started again for workers that were started again since.
-    That is no failure. If a worker other than worker 0, which saves, was killed, and the others have done their part
-    without it, that is no failure either.
+    A parameter server ends by itself when all workers have ended. It is started again if a worker was started after it.
+    This is no failure. A killed worker is no failure either if the others have done their part without it. The
+    exception is worker 0, which saves.
 
     Args:
       limit: The number of times that each process is started again after it has failed.
       processes: The processes of the job.
       start: Starts a task's process again.
-      describe: Returns the end of a task's process, in words.
+      describe: Returns a text that says how a task's process ended.
       say: Prints a line.
     """
 
@@ -67,7 +67,7 @@ class Restarts:
         self._describe = describe
         self._say = say
         self._num_failures = dict.fromkeys(processes, 0)  # Failures after which there was, or will be, a restart.
-        self._num_quick = dict.fromkeys(processes, 0)  # The latest of these failures, of processes that ran briefly.
+        self._num_quick = dict.fromkeys(processes, 0)  # Of these, the latest ones after short runs.
         self._due: dict[Task, float] = {}
         self._killed: set[Task] = set()
         self._given_up: set[Task] = set()
@@ -78,13 +78,13 @@ class Restarts:
         return has_failed and (task in self._due or not self._reason_to_give_up(task))
 
     def is_unneeded(self, task: Task) -> bool:
-        """True if a task's process was killed, and the job has not failed because the others are done."""
+        """True if a task's process was killed, but the job does not need it, because the others are done."""
         exit_code = self._processes[task].exit_code or 0
         was_killed = exit_code < 0 or (exit_code and task in self._killed)
         return bool(self._limit and task.index and was_killed) and self._would_train_alone(task)
 
     def poll(self) -> None:
-        """Checks all processes. Must be called again and again. Blocks while a process is started again."""
+        """Checks all processes. Must be called repeatedly. Blocks while a process is started again."""
         if not self._limit:
             return
         for task, process in self._processes.items():
@@ -126,7 +126,7 @@ class Restarts:
         return _NOBODY_LEFT if self._would_train_alone(task) else ""
 
     def _would_train_alone(self, task: Task) -> bool:
-        """True if no other worker runs, and one of them is done, so that it does not come back."""
+        """True if no other worker runs, and at least one is done, and so is not started again."""
         others = [process for other, process in self._processes.items() if other.type == "worker" and other != task]
         is_done = any(process.exit_code == 0 for process in others)
         return task.type == "worker" and is_done and not any(process.running for process in others)
@@ -154,7 +154,7 @@ class Supervisor:
 
     Args:
       server: The server that has started the processes.
-      processes: The processes of the job. New processes of tasks replace earlier ones here.
+      processes: The processes of the job. A task's new process replaces its earlier one in this mapping.
       limits: The conditions under which the job is ended.
       restarts: Starts failed processes again.
       signals: The signals to this process that ask it to end, in order. The caller adds to the list.

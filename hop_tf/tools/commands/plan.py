@@ -2,7 +2,8 @@
 
 The script is started as by `hop_tf launch`. When its first `fit` has ended, the ranks measure their links and steps.
 Rank 0 then prints the costs of the settings in `hop_tf.planning`. On a cluster, setting the environment variable
-HOP_TF_PLAN=1 for every rank does the same. With `--num_parameters` nothing is started, and all numbers are given.
+HOP_TF_PLAN=1 for every rank does the same. With `--num_parameters` the command starts nothing, and the user gives all
+numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 # With any of these arguments, nothing is measured.
 _GIVEN = _PARAMETERS, _RATE, _LATENCY = "--num_parameters", "--bits_per_second", "--latency_seconds"
 _BYTES_PER_VALUE = 4
-_NUM_STEPS = 256  # The steps that are drawn if slowdowns are given.
+_NUM_STEPS = 256  # The number of steps generated for each rank if slowdowns are given.
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(name, action=_Find, help=argparse.SUPPRESS)
     try:
         os.environ[PLAN_VARIABLE] = parser.parse_args(argv).plan_kind
-    except _Found:  # Only for an option before the script's name: the script's own arguments follow it.
+    except _Found:  # Only for options before the script's name. Those after it are the script's own.
         return _plan_given(argv)
     return launch.main(argv, command="plan")
 

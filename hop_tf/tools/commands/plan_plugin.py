@@ -27,7 +27,7 @@ class PlanPlugin(Plugin):
         self._is_shown = False
 
     def after_fit(self, strategy: ExchangeStrategy) -> None:
-        """A collective, the first time; see `hop_tf.tools.timing.measure`."""
+        """Measures in the first call, which is a collective operation. See `hop_tf.tools.timing.measure`."""
         if self._is_shown:
             return
         self._is_shown = True
@@ -37,10 +37,10 @@ class PlanPlugin(Plugin):
 
 
 def make_plugin(rank: int, world_size: int) -> Plugin:
-    """Makes the plug-in that HOP_TF_PLAN asks for; one that does nothing, if that is "0".
+    """Makes the plug-in that HOP_TF_PLAN asks for. If it is "0", the plug-in does nothing.
 
     Raises:
-      ValueError: If there is no such plan.
+      ValueError: If HOP_TF_PLAN is neither "0" nor one of `PLAN_KINDS`.
     """
     del rank, world_size
     kind = os.environ[PLAN_VARIABLE]

@@ -30,7 +30,7 @@ def make_readers(addresses: Sequence[str], arguments: argparse.Namespace) -> lis
 
 
 def read(reader: ReportReader, rank: int) -> dict[str, object]:
-    """Returns a rank's report, or its number with the `problem`."""
+    """Returns a rank's report. If there is none, returns the rank's number and the `problem`."""
     try:
         return reader.read(_CALL_SECONDS)
     except grpc.RpcError as error:
@@ -40,7 +40,7 @@ def read(reader: ReportReader, rank: int) -> dict[str, object]:
 
 
 def address(text: str) -> str:
-    """Returns `text`. Raises ArgumentTypeError if it is not "host:port": gRPC would take it for something else."""
+    """Returns `text`. Raises ArgumentTypeError if it is not "host:port", because gRPC would misread it."""
     host, _, port = text.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise argparse.ArgumentTypeError(f"Addresses must be 'host:port', ports from 1 to 65535. Received: {text!r}.")

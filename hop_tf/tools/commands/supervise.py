@@ -1,6 +1,6 @@
 """`python -m hop_tf supervise`: the progress of the ranks of a running job, under any strategy.
 
-Every rank tells its counters (`strategy.report()`) to any client with the cluster's token. Nothing is changed, and no
+Every rank reports its counters (`strategy.report()`) to any client with the cluster's token. Nothing is changed, and no
 message of the training passes through here.
 
 The distance of a rank behind the others is its `staleness`, if its strategy has one, as asynchronous Canary does.
@@ -21,7 +21,7 @@ from hop_tf.records.events import process_name
 from hop_tf.tools.commands import running_ranks
 from hop_tf.transport.reports import ReportReader
 
-# The job has ended when no rank has answered for this time. For a moment, all ranks may be busy.
+# The job counts as ended when no rank has answered for this time. For a shorter time, all ranks may be busy.
 _END_SECONDS = 5.0
 _WIDTH = 140  # The width of a table that is not shown on a terminal.
 _LANE = "bytes_sent_on_lane_"

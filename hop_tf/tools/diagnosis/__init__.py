@@ -3,7 +3,7 @@
     steps        the durations of the parts of each rank's steps
     blame        the causes of each rank's waits
     links        the speed of messages between two processes
-    sending      the speed of processes that send, alone and to several others at once
+    sending      the rates at which processes send, to one or to several others at once
     settings     the strategy that has written the records
     calls        the text of calls that make a strategy with given settings
     what_if      the expected effect of changes: by simulation, or by a timing model

@@ -20,8 +20,8 @@ from hop_tf.tools.diagnosis.steps import Steps
 
 # The most steps of a rank that are looked at, evenly spread.
 _MAX_STEPS = 400
-# Durations are kept as float32. A message comes before its handler ends the wait, so a later message is no cause: if
-# two ranks wait for each other, the other one's next message comes a latency later.
+# Tolerance for times, because durations are stored as float32. It must be short: a message that came after a wait's end
+# did not cause that end. If two ranks wait for each other, the other one's next message comes a latency later.
 _TOLERANCE_SECONDS = 1e-4
 
 
@@ -31,7 +31,7 @@ class Blame:
 
     Attributes:
       num_steps: The number of these steps.
-      own: Seconds of waiting for each process's own work. Keys are places in `JobLog.processes`.
+      own: Seconds of waiting for each process's own work. Keys are indices into `JobLog.processes`.
       links: Seconds of waiting for messages in flight on each link. Keys are the link's ends, the lower one first.
     """
 
@@ -102,7 +102,7 @@ def find_blame(job: JobLog, steps: Mapping[int, Steps]) -> dict[int, Blame]:
 
     Args:
       job: The records.
-      steps: The steps of the ranks, by place in `JobLog.processes`.
+      steps: The steps of the ranks, by index in `JobLog.processes`.
     """
     walk = _Walk(job)
     return {index: _blame_of(walk, index, of_rank) for index, of_rank in steps.items()}

@@ -23,12 +23,12 @@ def kept_settings(strategy: str, settings: Mapping[str, object], other: str) -> 
         return {}
     own, others = _defaults(strategy), _defaults(other)
     if strategy != other:
-        others.pop("interval", None)  # Windows of DTS are hidden for longer than iterations of Hop.
+        others.pop("interval", None)  # One for Hop does not suit DTS, which hides windows for longer.
     return {name: value for name, value in settings.items() if name in others and value != own.get(name)}
 
 
 def tell_call(strategy: str, settings: Mapping[str, object]) -> str:
-    """The call, in a program with `import hop_tf`. `...` stands for a value that is only known by a description."""
+    """The text of a call, after `import hop_tf`. `...` stands for a value of which only a description is known."""
     order = list(_defaults(strategy))
     told = [f"{name}={_tell(settings[name])}" for name in sorted(settings, key=order.index)]
     return f"hop_tf.{strategy}({', '.join(told)})"

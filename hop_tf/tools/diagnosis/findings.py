@@ -31,11 +31,12 @@ SLOW_STEP = 1.5
 # A link is slow if its rate, or round trip, is this many times worse than that of good ones. Flows that share a network
 # differ by less.
 _SLOW_LINK = 3.0
-# The factor by which a message may take longer than its connection needs to become fast.
+# Over a long link, a message may take this many times the sum of its connection's slow start and its usual time.
 _SPARE = 1.5
 # Shorter round trips measure threads, not a link.
 _LEAST_ROUND_TRIP_SECONDS = 2e-3
-# The two kinds of waiting: for the work of others, and for messages that had left (communication that is not hidden).
+# The two kinds of waiting: for the work of others, and for messages that others had sent (communication that is not
+# hidden).
 FOR_OTHERS, ON_ITS_WAY = "waiting for others", "waiting for data in flight"
 # Users would not try more at once.
 _MOST_FINDINGS = 2
@@ -63,7 +64,7 @@ class Finding:
       kind: "compute", "input", "callbacks", "validation" or "other", of a rank; "bandwidth" or "latency" of a link; or
         "communication", of all links alike.
       where: The rank or link, as "rank 3", "rank 0 - rank 2", "all links of rank 3" or "all ranks".
-      is_always: True if the cause is there in every step. False: now and then.
+      is_always: True if the cause is present in every step. False: now and then.
       share: The share of all ranks' time that it costs.
       step_seconds: The time of a step if the rank or link were like the others; nan if not known.
       text: A sentence that states the cause, and one with advice.
@@ -282,7 +283,10 @@ class _Job:
         return Finding(kind, name, is_always, share, expected, text)
 
     def _without_slowness(self, index: int) -> float:
-        """The time of a step if a rank were like the others. Without simulation: if all ranks wait for each other."""
+        """The time of a step if a rank were like the others; nan if unknown.
+
+        Without a trusted simulation, all ranks are assumed to wait for each other.
+        """
         if self._what_if.is_trusted:
             return self._what_if.like_others(index)
         common = _common(self._steps)
@@ -293,7 +297,7 @@ class _Job:
         others = np.delete(own, place, axis=0)
         # "Like the others" is the time of another rank, taken in turn, in that step.
         own[place] = others[np.arange(others.shape[1]) % len(others), np.arange(others.shape[1])]
-        # The schedule counts the second half of its steps.
+        # The schedule counts only the second half of its steps, so each step is given twice.
         return lock_step_seconds(np.tile(own, 2), latency_seconds=float(np.mean(result.min(axis=0))))
 
     def _slow_links(self) -> Iterator[Finding]:
@@ -410,7 +414,7 @@ class _Job:
 
 
 def _common(steps: Mapping[int, Steps]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Own and waiting seconds, [ranks, steps], of the common steps. Returns None if ranks are not equally fast."""
+    """Own and waiting seconds, [ranks, steps], of the common steps. None if they are few, or ranks differ in speed."""
     tables = [{tuple(key): place for place, key in enumerate(each.keys.tolist())} for each in steps.values()]
     keys = sorted(set(tables[0]).intersection(*tables[1:]))
     means = [float(np.mean(each.seconds)) for each in steps.values()]

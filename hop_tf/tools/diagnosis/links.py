@@ -11,14 +11,14 @@ import numpy as np
 
 from hop_tf.records.log import JobLog, Transfer
 
-# Messages up to the first size measure the latency, those from the second size on the bandwidth.
+# Messages up to the first size measure the latency. Messages of at least the second size measure the bandwidth.
 _SMALL_BYTES = 4 << 10
 LARGE_BYTES = 64 << 10
-# Threads may be late, so the fastest tenth of the messages tell the latency.
+# Threads may be late, so the latency is this percentile of the messages' times.
 _FAST_PERCENT = 10
 
 
-# A TCP connection that was idle sends this much at once, and twice as much after each round trip.
+# A TCP connection that was idle sends this many bytes at once, and twice as many after each round trip.
 _FIRST_WINDOW_BYTES = 14_600
 
 
@@ -27,7 +27,7 @@ class Link:
     """The link between two processes, both directions.
 
     Attributes:
-      ends: The places of the processes in `JobLog.processes`.
+      ends: The indices of the processes in `JobLog.processes`.
       round_trip_seconds: The time of a small message there and one back, or of a heartbeat; nan if there was none.
       message_bytes: The mean length of large messages, in the slower direction; nan if there was none.
       message_seconds: The mean time of these messages.
@@ -45,7 +45,7 @@ class Link:
 
     @property
     def start_seconds(self) -> float:
-        """The time until a connection has a large message's bytes in flight, if the link is no limit."""
+        """The time until TCP's slow start has sent a whole large message, if the link's rate does not limit it."""
         return self.round_trip_seconds * math.log2(1 + self.message_bytes / _FIRST_WINDOW_BYTES)
 
 
@@ -67,7 +67,8 @@ def measure_links(job: JobLog) -> dict[tuple[int, int], Link]:
 def latencies(job: JobLog) -> dict[tuple[int, int], float]:
     """The times of small messages, by sender and receiver. Pairs without small messages are left out.
 
-    Clocks may differ. The difference cancels in a round trip, and in comparison with other messages on the same way.
+    Clocks may differ. The difference cancels in a round trip, and in a comparison with other messages in the same
+    direction.
     """
     seconds = {
         way: [each.come_at - each.sent_at for each in transfers if each.num_bytes <= _SMALL_BYTES]

@@ -1,4 +1,4 @@
-"""Diagnosis of a running job's speed from its reports. It tells less than records, and needs none.
+"""Diagnosis of a running job's speed from its reports. It tells less than a diagnosis from records, but needs none.
 
 Each rank counts its steps and their waiting time. Two reports, some time apart, tell what the rank did in between.
 """
@@ -38,9 +38,9 @@ def diagnose_reports(
       before: The reports of ranks and parameter servers. Reports of processes that did not answer have a `problem`.
       after: Later reports of the same processes.
       seconds: The time between the two.
-      awaited: By rank, the number of times that it was seen to wait for each other one meanwhile.
+      awaited: For each rank, the number of times that it was seen waiting for each other process in that time.
     """
-    # A process that does not answer does not tell that it is a rank or a server.
+    # A process that does not answer cannot say if it is a rank or a server.
     num_ranks = max((int(each["num_ranks"]) for each in after if "num_ranks" in each), default=math.inf)
     pairs = [(one, other) for one, other in zip(before, after, strict=True) if not {"problem"} & (one.keys() | other)]
     silent = [other for other in after if "problem" in other]
@@ -64,7 +64,7 @@ class _Process:
     """The work of a rank, or a parameter server, between two reports.
 
     Attributes:
-      number: The place in the cluster: ranks, then parameter servers.
+      number: The number in the cluster, which counts ranks first, and then parameter servers.
       name: The name for people.
       name_of: `name_of(number)` is the name of another process.
       is_server: True if the process is a parameter server.

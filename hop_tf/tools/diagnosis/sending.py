@@ -1,7 +1,8 @@
-"""The rates at which processes have sent large messages: alone, and to several others at once over a shared card.
+"""The rates at which processes have sent large messages: alone, and to several others at once over a network card.
 
-A rate that was never seen is not known, so no link or card is taken to be faster than it was seen. A link is as fast as
-its messages with the least company were. A card is as fast as all messages together that left at the same time.
+Rates higher than the recorded ones are not known, so no link or card is assumed to be faster than it was seen. A link's
+rate is that of the messages with the fewest others at the same time. A card's rate is that of all messages together
+that left at the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hop_tf.tools.diagnosis.links import LARGE_BYTES, Link, latencies
 _LEAST_PART = 0.25
 # Longer runs of messages are looked at in parts of this size.
 _MOST_MESSAGES = 64
-# The share of a link's messages, those with the least company, that tells the link's rate.
+# A link's rate is measured with this share of its messages: those with the fewest others at the same time.
 _LEAST_OF_LINK = 0.1
 
 
@@ -57,8 +58,8 @@ def sending_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[in
 def lone_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[tuple[int, int], float]:
     """The rate of messages on each link, in bytes per second, by sender and receiver.
 
-    Other messages that the sender sends at the same time may slow a message down. So only messages with the least
-    company count: at least a tenth of a link's messages. The arguments are those of `sending_rates`.
+    Other messages that the sender sends at the same time may slow a message down. So only messages with the fewest
+    others at the same time count: at least a tenth of a link's messages. The arguments are those of `sending_rates`.
     """
     rates = {}
     for sender, sent in _sent(job, links).items():

@@ -1,4 +1,4 @@
-"""A strategy's settings in records: texts, which are parsed as values again."""
+"""A strategy's settings, read from records: the recorded texts are parsed into values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hop_tf import codecs
 from hop_tf.runtime.choosing import AUTO
 
-# Ranks that choose these settings begin with these values.
+# Ranks that choose these settings themselves begin with these values.
 _UNTIL_CHOSEN = {"codec": codecs.Identity(), "algorithm": "mesh", "pipeline_width": 1, "delay": 0, "interval": 1}
 
 

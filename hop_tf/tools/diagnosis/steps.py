@@ -33,7 +33,7 @@ class Steps:
       begin: The times at which they began.
       seconds: Their durations.
       advance: The number of iterations to the next step: more than 1 if iterations were jumped over.
-      compute: The time until the gradients were there.
+      compute: The time until the gradients were computed.
       result: The time that the step then waited for other ranks.
       input: The time that Keras waited for the next step's batch.
       callbacks: The time between Keras's steps, without validation.
@@ -65,7 +65,7 @@ class Steps:
 
 
 def steps_of(process: ProcessLog) -> Steps:
-    """The steps of a rank whose next step is recorded, too."""
+    """The steps of a rank, except its first ones and those whose next step is not recorded."""
     computed = process.of_kind(Kind.COMPUTE)
     computed = computed[computed["step"] != NONE]
     first, following = computed[:-1], computed[1:]

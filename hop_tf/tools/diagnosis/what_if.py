@@ -9,8 +9,8 @@ for other settings:
 
 If a job cannot be simulated, `WhatIf.recommend` asks the model of Pipe-SGD (`hop_tf.timing`).
 
-Rates that were never seen are not known: see `hop_tf.tools.diagnosis.sending`. So the expected effect of a change is
-rather too small than too large.
+Rates higher than the recorded ones are not known: see `hop_tf.tools.diagnosis.sending`. So the expected effect of a
+change is more often too small than too large.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MOST_ERROR = 0.15
 LEAST_GAIN = 0.05
 # Kinds of findings that communication has caused.
 OF_LINKS = ("bandwidth", "latency", "communication")
-# The most and the least steps of a simulation, and the most pairs of ranks times steps. With many ranks, each of which
-# sends to all others, fewer steps are made, so that a simulation takes a second.
+# The largest and smallest number of steps of a simulation, and the largest product of its steps and pairs of ranks.
+# With many ranks, each of which sends to all others, fewer steps are made, so that a simulation takes a second.
 _MOST_STEPS, _LEAST_STEPS, _MOST_PAIRS = 100, 25, 6400
 
 
@@ -70,7 +70,7 @@ class WhatIf:
 
     Args:
       job: The records.
-      steps: The steps of the ranks, by place in `JobLog.processes`.
+      steps: The steps of the ranks, by index in `JobLog.processes`.
       links: The links from `measure_links`.
       step_seconds: The recorded time of a step.
 
@@ -167,7 +167,7 @@ class WhatIf:
         Returns nan if the simulation is not trusted.
 
         Args:
-          index: The rank's place in `JobLog.processes`.
+          index: The rank's index in `JobLog.processes`.
         """
         return self.expect(own_like_others=self._places[index])
 
@@ -257,8 +257,8 @@ class WhatIf:
         from hop_tf.tools.simulate.training import simulate_training
 
         strategy, settings = strategy or self.strategy, self.settings if settings is None else settings
-        # Ranks send once in a window, or an iteration, so there are more steps: a multiple of the recorded ones, which
-        # count alike.
+        # Ranks send only once in a window of DTS or an iteration of Hop, so more steps are simulated. Their number is a
+        # multiple of the recorded ones, so that all recorded steps count equally.
         interval = _interval(settings) if strategy == "DTSStrategy" else int(settings.get("interval", 1))
         num_rounds = math.ceil(_LEAST_STEPS * interval / self._num_steps)
         try:
@@ -275,7 +275,7 @@ class WhatIf:
             raise ValueError(f"the simulation of {strategy} fails: {error}") from error
 
     def _own(self, rank: int, batch_shares: Sequence[float] | None, own_like_others: int | None) -> Iterator:
-        """Yields the rank's own work in its last recorded steps, one by one, again and again."""
+        """Yields the rank's own work in its last recorded steps, one by one, in an endless cycle."""
         from hop_tf.tools.simulate.rank_loops import OwnSeconds
 
         times_equal = 1.0 if batch_shares is None else batch_shares[rank] / np.mean(batch_shares)
@@ -312,7 +312,7 @@ class WhatIf:
                     rate[way] = self._rates[way[::-1]]
                 if "bytes_per_second" in changed.get(ends, {}):
                     rate[way] = changed[ends]["bytes_per_second"]
-                    # With a slow link, the card may be faster than it was seen to be.
+                    # Because of the slow link, the card may have seemed slower than it is.
                     card[way[0]] = max(card[way[0]], usual_card)
         return Links(latency, rate, card)
 

@@ -43,7 +43,7 @@ class EmulatedCompute(Plugin):
     def delay(self, started_at: tf.Tensor, gradients: list, times: tf.Tensor | float = 1.0) -> list:
         """Emits the ops that hold `gradients` back until the step's emulated time is over; see `Plugin.delay`.
 
-        The step takes `times` as long, because it has that many times as many rows.
+        The emulated time is multiplied by `times`, because the step has that many times the usual rows.
         """
         if not self._has_started:
             # Not in the constructor: between creating a strategy and training, programs may set a seed, for instance.
@@ -52,7 +52,7 @@ class EmulatedCompute(Plugin):
             self._thread.start()
         with tf.device("/cpu:0"):
             started = self._started.enqueue([started_at, tf.cast(times, tf.float64)])
-            # Eagerly, `enqueue` has been done, and returns no operation to depend on.
+            # In eager mode, `enqueue` has already run, and returns no operation to depend on.
             with tf.control_dependencies([] if started is None else [started]):
                 elapsed = self._elapsed.dequeue()
         with tf.control_dependencies([elapsed]):

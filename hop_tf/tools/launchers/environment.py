@@ -19,7 +19,7 @@ from hop_tf.tools.launchers.variables import Place
 from hop_tf.tools.processes.local_cluster import PortReservation, gpu_assignments
 from hop_tf.transport.own_name import check_own_name
 
-# The result of a rendezvous, which takes place once in the life of a process. The process's port is kept meanwhile.
+# The result of a rendezvous, in which a process takes part only once. It keeps the process's port reserved.
 _met: dict[tuple[Place, int], tuple[list[str], PortReservation]] = {}
 
 
@@ -37,23 +37,23 @@ def cluster_from_environment(
     - Slurm's `srun`;
     - launchers with PMI or PMIx, such as MPICH's `mpirun`.
 
-    If there is none, this process is alone. A line of the log tells the launcher.
+    If there is none, this process is alone. A log line names the launcher.
 
     `mpirun` and torchrun do not tell the addresses of the other processes, so the processes meet. Process 0 listens at
-    MASTER_ADDR and MASTER_PORT. Under `mpirun` the port is 29500 by default. Under torchrun it is one more, if torchrun
-    itself listens at MASTER_PORT. HOP_TF_RENDEZVOUS_PORT overrides both. The other processes tell process 0 their
-    addresses: that in HOP_TF_HOST, or the one from which they connect, with a free port. This takes place once: a
-    second call in a process returns the same. Under Slurm, processes meet on the node of task 0, but only in jobs of
-    several components and with `--distribution=plane`.
+    MASTER_ADDR and MASTER_PORT. Under `mpirun` the port is 29500 by default. Under torchrun it is MASTER_PORT + 1 if
+    torchrun itself listens at MASTER_PORT. HOP_TF_RENDEZVOUS_PORT overrides both. The other processes tell process 0
+    their addresses, each with a free port: the host in HOP_TF_HOST, or the address from which they connect. This takes
+    place once: a second call in a process returns the same addresses. Under Slurm, processes meet on the node of task
+    0, but only in jobs of several components and with `--distribution=plane`.
 
-    If processes do not meet, this process waits until its own name is known on its machine. If the names of others do
-    not stand for loopback addresses, its own name must not either, unless it is "localhost".
+    If processes do not meet, this process waits until its own name is known on its machine. If the other processes'
+    names do not stand for loopback addresses, this process's name must not either, unless it is "localhost".
 
     If the machine has several GPUs, and the launcher tells the process's number on its machine, the process gets one of
     them. Processes take GPUs in turn (CUDA_VISIBLE_DEVICES is set). So call this before TensorFlow uses a GPU.
 
     Args:
-      num_ps: The number of processes, the last ones, that are parameter servers. With TF_CONFIG, which lists them, it
+      num_ps: The number of processes that are parameter servers: the last ones. With TF_CONFIG, which lists them, it
         must be 0 or their number. A process that is alone has none. Default 0.
       cluster_token: A secret that all processes share. With it they prove to each other that they belong together when
         they meet. For the training itself, give it to `CommunicationOptions`. Default None: the value of the
@@ -66,11 +66,13 @@ def cluster_from_environment(
     Raises:
       ClusterConfigError: If variables are missing, malformed or contradict each other, or processes contradict each
         other.
-      DeadlineExceededError: If others are not there in time, which the error names, or the own name is not known.
+      DeadlineExceededError: If other processes do not arrive in time (the error lists them), or this process's own name
+        does not become known.
       HopError: If a port is not available, or others use another token.
       ValueError: If an argument is out of range.
 
-    Blocks: if processes meet, until all call this; otherwise until the own name is known. At most `timeout_seconds`.
+    Blocks: if processes meet, until all have called this; otherwise until this process's own name is known. At most
+      `timeout_seconds`.
     """
     check_integer("num_ps", num_ps, at_least=0)
     check_seconds("timeout_seconds", timeout_seconds)

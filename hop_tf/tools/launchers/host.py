@@ -20,7 +20,7 @@ from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS, MAX_UNAUTHE
 
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
-# A reply fits into the system's buffers, or the receiver takes it soon.
+# Time to send a reply. It fits into the system's buffers, or the receiver reads it soon.
 _REPLY_SECONDS = 5.0
 _MAX_NAMED = 20
 
@@ -91,7 +91,7 @@ class Host:
 
         Raises:
           DeadlineExceededError: If some processes have not come. The others get the same error.
-          ClusterConfigError: If some processes could not reach others at the addresses that these tell.
+          ClusterConfigError: If some processes could not reach others at the addresses that those have told.
 
         Blocks: until all have come, at most until `deadline`.
         """
@@ -144,7 +144,7 @@ class Host:
         def accept() -> None:
             try:
                 connection, address = listening.accept()
-            except OSError as error:  # The connection is gone again, or this process is short of descriptors.
+            except OSError as error:  # The connection has closed again, or file descriptors are used up.
                 logging.log_every_n_seconds(logging.WARNING, "Cannot accept a connection: %s.", 10, error)
                 time.sleep(_PAUSE_SECONDS)
                 return
@@ -164,7 +164,7 @@ class Host:
         return accept
 
     def _make_room(self) -> None:
-        """Refuses the oldest connection without a greeting if there are too many. A process of the job tries again."""
+        """Refuses the oldest connection without a greeting if there are too many. A process of the job retries."""
         unauthenticated = [guest for guest in self._guests if guest.hello is None]
         if len(unauthenticated) > MAX_UNAUTHENTICATED + self._num_processes:
             self._refuse(unauthenticated[0], ProtocolError("too many connections have not greeted yet"))
@@ -207,7 +207,7 @@ class Host:
                         f"rank {hello.number} is there already, from {other.hello.address}: two processes have this "
                         "number"
                     )
-                self._dismiss(other)  # The process has lost its connection, and comes again.
+                self._dismiss(other)  # The process lost its connection, and has connected again.
         guest.hello = hello
 
     def _check(self, hello: messages.Hello) -> None:
@@ -260,7 +260,7 @@ class Host:
 
 
 def _listen(master: tuple[str, int]) -> list[socket.socket]:
-    """Returns sockets on all addresses of the name that this machine has."""
+    """Returns sockets that listen on all addresses of `master`'s name that belong to this machine."""
     host, port = master
     sockets: list[socket.socket] = []
     problem: OSError | None = None

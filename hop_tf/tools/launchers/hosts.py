@@ -8,7 +8,7 @@ import re
 
 from hop_tf.errors import ClusterConfigError
 
-# More than any job has. A typo in a range is an error, and takes no memory.
+# More than any job has. So a typo in a range raises an error, and does not fill the memory.
 MAX_HOSTS = 65_536
 
 _OUTER_COMMA = re.compile(r",(?![^\[]*\])")

@@ -14,7 +14,7 @@ import struct
 from hop_tf.errors import ClusterConfigError, DeadlineExceededError, HopError, ProtocolError
 from hop_tf.transport.proof import Secret
 
-# The most bytes of a hello, which an unauthenticated peer may send, and of a reply, which suffices for any cluster.
+# The largest sizes: of a hello, which unauthenticated peers may send, and of a reply, enough for any cluster.
 MAX_HELLO_BYTES = 4096
 MAX_REPLY_BYTES = 1 << 23
 _MAX_ADDRESS = 512
@@ -65,7 +65,7 @@ def addresses_to_bytes(addresses: list[str]) -> bytes:
 
 
 def error_to_bytes(error: HopError) -> bytes:
-    """Returns the reply that tells the reason that there is no list."""
+    """Returns the reply that tells the error because of which there is no list."""
     return json.dumps({"error": str(error), "type": type(error).__name__}).encode()
 
 

@@ -1,4 +1,4 @@
-"""`meet`: a rendezvous of processes that know only the address of process 0. Each tells its address and gets all."""
+"""`meet`: a rendezvous of processes that know only the address of process 0. Each tells its own and gets all."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _LONGEST_PAUSE_SECONDS = 1.0
 def meet(place: Place, *, num_ps: int, token: str | None, timeout_seconds: float) -> tuple[list[str], PortReservation]:
     """Meets the other processes of a job.
 
-    Process 0 listens at `place.master`. Each process has a free port of its machine, at the address in HOP_TF_HOST. If
-    this variable is not set, process 0 has the name in `place.master`, and the others have the address from which they
-    connect.
+    Process 0 listens at `place.master`. Each process reserves a free port of its machine, at the host in HOP_TF_HOST.
+    If this variable is not set, process 0 uses the name in `place.master`, and the others use the address from which
+    they connect.
 
     Args:
       place: The place of this process, with a `master`.
@@ -38,11 +38,11 @@ def meet(place: Place, *, num_ps: int, token: str | None, timeout_seconds: float
       "host:port" of every process, in order; and the reservation of this process's port, to be kept until it is in use.
 
     Raises:
-      DeadlineExceededError: If process 0, or others, are not there in time.
+      DeadlineExceededError: If process 0, or others, do not arrive in time.
       ClusterConfigError: If processes contradict each other.
       HopError: If a port is not available, or another token is used.
 
-    Blocks: until all are there, at most `timeout_seconds`.
+    Blocks: until all have arrived, at most `timeout_seconds`.
     """
     deadline = time.monotonic() + timeout_seconds
     if place.number == 0:
@@ -77,7 +77,7 @@ class _Guest:
                     stack.pop_all()
                     return addresses, self._port
                 except (OSError, ProtocolError) as error:
-                    # A ProtocolError is the most useful, and later attempts may get less far.
+                    # A ProtocolError is kept, because it is the most useful one. Later attempts may fail earlier.
                     if not isinstance(problem, ProtocolError):
                         problem = error
                     if time.monotonic() + pause_seconds >= deadline:
@@ -133,7 +133,7 @@ class _Guest:
 
 
 def reserve_port(host: str) -> PortReservation:
-    """Reserves a free port of this machine. The strategy can take it, and no other job gets it meanwhile.
+    """Reserves a free port of this machine. The strategy can bind it, and no other job gets it before that.
 
     Args:
       host: Name or address of this machine, on which the strategy will listen.

@@ -23,10 +23,11 @@ _NUM_COMPONENTS = "SLURM_HET_SIZE"
 _HOSTS_OF_COMPONENTS = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_JOB_NODELIST_PACK_GROUP_")
 _FIRST_PORT = "HOP_TF_FIRST_PORT"
 
-# Ports of steps without reserved ones: each step has a slot, below the ports that systems give to outgoing connections.
+# Ports for steps without reserved ports. Each step has a slot of ports, below those that systems give to outgoing
+# connections.
 _LOWEST_PORT, _PORTS_OF_A_SLOT, _NUM_SLOTS = 10240, 256, 88
-# The number of slots from one job, step, or restart to the next. Jobs with numbers that are near, such as those of an
-# array, may share nodes. So the first steps and restarts of nine such jobs have different slots.
+# The distance in slots from one job, step, or restart to the next. Jobs with close numbers, such as those of an array,
+# may share nodes. So the first steps and restarts of nine such jobs have different slots.
 _STRIDES = {"SLURM_JOB_ID": 1, "SLURM_STEP_ID": 9, "SLURM_RESTART_COUNT": 27}
 
 # Known orders of tasks. "pack" and "nopack" are options of "block".
@@ -79,7 +80,7 @@ def read_slurm(environ: Mapping[str, str]) -> Place | None:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers of tasks of each node: "2(x3),1" are 2, 2, 2 and 1.
+    """The number of tasks of each node: "2(x3),1" are 2, 2, 2 and 1.
 
     Raises:
       ClusterConfigError: If the text is not such a list, or has more tasks than any job.
@@ -154,7 +155,7 @@ def _unknown_layout(
 
 
 def _check_own(environ: Mapping[str, str], task: tuple[int, int]) -> None:
-    """Raises ClusterConfigError if the order of tasks is not known here: addresses would belong to other tasks."""
+    """Raises ClusterConfigError if the computed place of this task is wrong: addresses would belong to other tasks."""
     names = (_NODE, _LOCAL)
     if all(name in environ for name in names) and task != tuple(read_number(environ, name) for name in names):
         raise ClusterConfigError(

@@ -19,7 +19,7 @@ _RENDEZVOUS_PORT = "HOP_TF_RENDEZVOUS_PORT"
 # "True" if torchrun itself listens on MASTER_PORT.
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _ADDRESSES = "HOP_TF_ADDRESSES"
-# This process's place in the list. The second variable is set in the pods of an Indexed Job of Kubernetes.
+# Variables with this process's index in the list. The second one is set in the pods of an Indexed Job of Kubernetes.
 _NUMBERS = ("HOP_TF_NUMBER", "JOB_COMPLETION_INDEX")
 
 
@@ -121,7 +121,7 @@ def read_pmi(environ: Mapping[str, str]) -> Place | None:
 
 
 def check_no_halves(environ: Mapping[str, str]) -> None:
-    """Refuses variables of a launcher without a rank. Otherwise this process would train alone by mistake.
+    """Refuses a launcher's variables if the rank is missing. Otherwise this process would train alone by mistake.
 
     Raises:
       ClusterConfigError: If there are such variables.

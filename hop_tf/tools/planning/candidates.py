@@ -98,7 +98,7 @@ def candidates(measurement: Measurement) -> list[Candidate]:
 
 def _pipe_sgd(measurement: Measurement) -> Iterator[Candidate]:
     for width, codec in itertools.product((1, 2), _PIPE_CODECS):
-        settings = {"pipeline_width": width, "codec": codec}  # The codec also if None: otherwise ranks would choose it.
+        settings = {"pipeline_width": width, "codec": codec}  # Without the codec, even None, ranks would choose one.
         segments = [{"num_segments": number} if number > 1 else {} for number in (_SEGMENTS if width == 1 else (1,))]
         yield _shortest(_name("pipe", width, codec), "PipeSGDStrategy", settings, measurement, segments)
 

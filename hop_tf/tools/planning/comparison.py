@@ -26,7 +26,8 @@ class Prediction:
       trained_share: The share of all batches that are trained on.
       alike_seconds: Duration of a step if all ranks were like most of them.
       bytes_per_step: The bytes that a rank sends in a step.
-      memory_bytes: Memory of a rank in addition to that of training alone. See `hop_tf.tools.planning.outcomes`.
+      memory_bytes: Memory of a rank in addition to that of training without a strategy. See
+        `hop_tf.tools.planning.outcomes`.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Prediction:
 
     @property
     def batch_seconds(self) -> float:
-        """The time in which all ranks together train on a batch of each. Predictions are compared by this time."""
+        """The mean time in which the ranks train on one batch each. Predictions are compared by this time."""
         return self.step_seconds / self.trained_share
 
 
@@ -84,9 +85,9 @@ def predict(candidate: Candidate, measurement: Measurement) -> Prediction:
 def best(predictions: Sequence[Prediction], number: int = 3) -> list[Prediction]:
     """Returns the best settings of each strategy, the fastest first.
 
-    Within a strategy, settings that come later in the order of `compare` change training more. They must be worth it,
-    by the rule of ranks that choose by times (`hop_tf.runtime.choosing`). Strategies within 2 % of the fastest one
-    count as equal, and so do those in each further 2 %. The order of `compare` then decides.
+    Within a strategy, settings that come later in the order of `compare` change training more. They must save enough
+    time, by the rule of ranks that choose by measured times (`hop_tf.runtime.choosing`). Strategies within 2 % of the
+    fastest one count as equal, and so do those in each further 2 %. The order of `compare` then decides.
 
     Args:
       predictions: All predictions, as `compare` returns them.

@@ -7,8 +7,8 @@
     SHAT       `server_seconds`
 
 Memory is counted, not measured, in copies of the trained variables that a rank has in addition to those of training
-alone: state that a strategy keeps between steps, messages in flight, and messages that have come and are not used yet.
-An optimizer is assumed to have one slot, such as momentum.
+without a strategy: state that a strategy keeps between steps, messages in flight, and messages that have come and are
+not used yet. An optimizer is assumed to have one slot, such as momentum.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def predict_step(
       strategy: Name of the strategy's class.
       settings: Its arguments.
       measurement: The links and sizes, and the step of a rank like most others.
-      durations: Array [n, T], the seconds for which each rank computes in each step. Default: all ranks take the
-        measurement's step, in the long run; only for strategies whose ranks average together.
+      durations: Array [n, T], the seconds for which each rank computes in each step. Default: all steps of all ranks
+        are the measurement's, and the costs are those in the long run. Possible only for strategies whose ranks average
+        together.
       num_servers: The number of parameter servers, for SHAT.
 
     Raises:
@@ -80,16 +81,16 @@ def predict_step(
 
 def _pipe_sgd(settings: Mapping, measurement: Measurement, durations: np.ndarray | None) -> Outcome:
     plan = measurement.predict(**settings, durations=durations)
-    # Gradients that are sent, and a mean. With a delay, gradients in flight instead, and weights and slots from before
-    # the own gradients that stand in.
+    # Without a delay: the gradients that are sent, and a mean. With a delay: gradients in flight, a mean, and the
+    # weights and slots from before the local look-ahead, in which own gradients replace the mean.
     delay = plan.pipeline_width - 1
     return Outcome(plan.step_seconds, plan.bytes_per_step, delay + (1 + _NUM_SLOTS) + 1 if delay else 2)
 
 
 def _dts(settings: Mapping, measurement: Measurement, durations: np.ndarray | None) -> Outcome:
     plan = measurement.predict_dts(**settings, durations=durations)
-    # Merged weights, weights at the last window's end, and those that follow what is merged. For each window in flight
-    # its change and its message.
+    # Merged weights, weights at the last window's end, and, if merging is gentle, weights that follow the merged ones.
+    # For each window in flight, its change and its message.
     num_kept = 2 + Schedule(plan.delay, plan.interval).merges_gently
     return Outcome(plan.step_seconds, plan.bytes_per_step, num_kept + 2 * math.ceil(plan.delay / plan.interval))
 
@@ -112,9 +113,10 @@ def _hop(settings: Mapping, measurement: Measurement, durations: np.ndarray) -> 
 
 
 def _num_simulated_ranks(durations: np.ndarray) -> int:
-    """The number of ranks to simulate: all, or only a few if they are alike, because in rings all do the same.
+    """The number of ranks to simulate: all, or only a few if they are alike, because such ranks do the same in rings.
 
-    In a ring with chords, the number of neighbors is equal in all even worlds, and in all odd worlds, of more than 5.
+    In a ring with chords, the number of neighbors is the same in all even worlds of more than 5 ranks, and the same in
+    all odd ones.
     """
     n = len(durations)
     return _FEW_RANKS + n % 2 if n > _FEW_RANKS + 1 and np.ptp(durations) == 0 else n

@@ -59,7 +59,7 @@ class Process:
 
     @property
     def seconds(self) -> float:
-        """The seconds for which the process has run so far, or ran."""
+        """The seconds for which the process ran, or has run so far."""
         return (self._ended or time.monotonic()) - self._started
 
     def send_signal(self, signum: int) -> None:
@@ -111,7 +111,8 @@ class ProcessServer:
         self._send({"sys_path": [os.path.abspath(path) for path in sys.path], "preload": self._preload})
 
     def _run(self, file_descriptor: int) -> subprocess.Popen:
-        # One thread per numeric library: a forked process inherits no other threads, but the locks that they may hold.
+        # One thread per numeric library: a forked process inherits the locks that other threads hold, but not these
+        # threads.
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         return subprocess.Popen(
             [sys.executable, "-u", "-P", process_server.__file__, str(file_descriptor)],
@@ -125,7 +126,7 @@ class ProcessServer:
 
     @property
     def alive(self) -> bool:
-        """True if the server still serves."""
+        """True if the server is still connected, and has reported no error."""
         return self._connected and self._error is None
 
     @property

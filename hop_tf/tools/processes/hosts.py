@@ -19,8 +19,8 @@ from hop_tf.tools.processes.remote import make_order
 DEFAULT_FIRST_PORT = 7400
 _LARGEST_PORT = 65535
 
-# BatchMode, because there is nobody to ask for a password. The timeouts give up machines that do not answer, and dead
-# connections. The user's options come first, and ssh takes the first value of an option.
+# BatchMode, because there is nobody to ask for a password. With the timeouts, ssh gives up on machines that do not
+# answer, and on dead connections. The user's options come first, because ssh uses the first value of an option.
 _SSH_OPTIONS = (
     "-T",
     *("-o", "BatchMode=yes"),
@@ -200,7 +200,8 @@ def host_commands(
       environment: Variables to set. The processes of this machine also inherit those of this process.
 
     Returns:
-      For a task of this machine the command of the script itself. For others, the relay that runs the script there.
+      For a task of this machine, the command of the script itself. For others, that of the relay that runs the script
+      there.
     """
     places = place_tasks(tasks, options)
     configs = make_tf_configs(tasks, [address for _, address in places.values()])

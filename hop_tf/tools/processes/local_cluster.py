@@ -89,8 +89,8 @@ class PortReservation:
     """Distinct free TCP ports, by default on the loopback interface, held until the processes that use them start.
 
     The ports lie below the system's range for outgoing connections. So no connection takes a port by chance between
-    `release` and the moment at which the new owner binds the port. Other reservations cannot have it until this one is
-    closed, because each port's name is also held, as an abstract Unix socket.
+    `release` and the moment at which the new owner binds the port. Other reservations cannot get the port until this
+    one is closed, because each port's name is also held, as an abstract Unix socket.
 
     Args:
       count: Number of ports.
@@ -154,7 +154,7 @@ def _candidate_ports():
 
 
 def hold_port(port: int) -> contextlib.AbstractContextManager:
-    """Keeps a port from the reservations of other jobs, even if the port is in use. The caller must close the result.
+    """Prevents other jobs from reserving a port, even if the port is in use. The caller must close the result.
 
     Raises:
       ProcessError: If another job has reserved the port.
@@ -220,8 +220,8 @@ def gpu_assignments(num_workers: int, base: Mapping[str, str]) -> list[dict[str,
     """Returns the environment variables that share this machine's NVIDIA GPUs among the workers.
 
     Each worker sees its part of the GPUs, or as many as `DEVICES_VARIABLE` says, at least one. If there are too few,
-    workers take them in turn. `CUDA_VISIBLE_DEVICES` limits the GPUs, by default to all. Workers that share a GPU take
-    its memory as they need it, not all of it at their start, unless `TF_FORCE_GPU_ALLOW_GROWTH` says otherwise.
+    workers take them in turn. `CUDA_VISIBLE_DEVICES` lists the GPUs to share. Default: all. Workers that share a GPU
+    take its memory as they need it, not all of it at their start, unless `TF_FORCE_GPU_ALLOW_GROWTH` says otherwise.
 
     Raises:
       ProcessError: If a worker is to have more GPUs than there are.

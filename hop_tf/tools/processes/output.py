@@ -113,7 +113,10 @@ class TaskOutput:
         return self._assembler.unfinished
 
     def close_write_end(self) -> None:
-        """Closes this process's copy of the write end. Must be called after the start, so that output ends with it."""
+        """Closes this process's copy of the write end.
+
+        Must be called after the start, so that the output ends when the process does.
+        """
         if self._write_end is not None:
             os.close(self._write_end)
             self._write_end = None
@@ -163,7 +166,7 @@ class TaskOutput:
         """Releases the log file and the pipe. Must be called after the last read."""
         self.close_write_end()
         os.close(self._read_end)
-        with contextlib.suppress(OSError):  # `_write_log` has already reported a disk that takes nothing.
+        with contextlib.suppress(OSError):  # `_write_log` has already reported a full disk.
             self._log.close()
 
     def _write_log(self, lines: list[str]) -> None:

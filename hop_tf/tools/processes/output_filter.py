@@ -1,4 +1,4 @@
-"""`OutputFilter`: a console of several processes leaves out repeated tracebacks, and native libraries' INFO lines.
+"""`OutputFilter`: removes repeated tracebacks, and native libraries' INFO lines, from a console of several processes.
 
 The log files have everything.
 """
@@ -13,7 +13,7 @@ _MAX_TRACEBACK_LINES = 1000
 # The names of modules and of a class, and the first line of the message, if there is one.
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*\.)?[A-Z]\w*(: .+)?$")
 
-# INFO lines of TensorFlow's C++ code, in its two formats, and lines that belong to these without such a beginning.
+# INFO lines of TensorFlow's C++ code, in its two formats, and lines that belong to these but lack their prefix.
 _NATIVE_INFO = re.compile(
     r"I0000 00:00:\d"
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I "

@@ -1,7 +1,7 @@
-"""A process that stands for one on another machine: it runs `ssh`, and passes on signals, output and the exit code.
+"""A process that represents one on another machine: it runs `ssh`, and passes on signals, output and the exit code.
 
-It is run as a program, with the `ssh` command as its arguments. The order for the other side (see
-`hop_tf.tools.processes.remote`, which runs there) is in an environment variable, because all users can see command
+It is run as a program, with the `ssh` command as its arguments. The order, a command for the other side (see
+`hop_tf.tools.processes.remote`, which runs there), is in an environment variable, because all users can see command
 lines. The program imports only the standard library, so that it starts at once.
 
 Signals go as lines to the other side, because `ssh` does not pass them on. If this process ends in any way, the other
@@ -22,7 +22,7 @@ import time
 
 ORDER_VARIABLE = "HOP_TF_REMOTE_ORDER"
 
-# A line is sent at this interval at least. The other side takes silence of `SILENCE_SECONDS` for the end.
+# A line is sent at least this often. The other side treats silence of `SILENCE_SECONDS` as the end.
 _HEARTBEAT_SECONDS = 5.0
 SILENCE_SECONDS = 60.0
 
@@ -36,7 +36,8 @@ _ENDING = {
 _CANNOT_START = 127
 # The exit code of `ssh` if `ssh` itself has failed.
 _SSH_FAILED = 255
-# In the message of `ssh` if the server has closed the connection at once, as when many log in at a time (MaxStartups).
+# Part of `ssh`'s message if the server closes the connection at once, as it does if many log in at a time
+# (MaxStartups).
 _TURNED_AWAY = b"exchange_identification"
 _MAX_RETRIES = 10
 _PAUSE_SECONDS = (0.5, 1.5)
@@ -105,7 +106,7 @@ class _Ssh:
             except subprocess.TimeoutExpired:
                 self._send(b"\n")
         self._channel = None
-        errors.join(_ERRORS_SECONDS)  # A connection that ssh shares with others may keep them open.
+        errors.join(_ERRORS_SECONDS)  # A connection that ssh shares with others may keep the pipe open.
         return exit_code
 
     def pass_on(self, signum: int) -> None:
@@ -121,7 +122,7 @@ class _Ssh:
             self._send(b"signal %d\n" % self._unsent.pop(0))
 
     def _send(self, line: bytes) -> None:
-        # A connection that takes nothing is dead, or will be taken for dead on the other side.
+        # A connection that accepts no data is dead, or the other side will treat it as dead.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._channel, line)
 
@@ -133,7 +134,7 @@ class _Ssh:
 
 
 def _ignore_signals() -> None:
-    """Lets `ssh` ignore the signals for this process. It is in the same group, and would end the connection."""
+    """Lets `ssh` ignore the signals for this process. `ssh` is in the same group, and would end the connection."""
     for signum in _PASSED_ON:
         signal.signal(signum, signal.SIG_IGN)
 

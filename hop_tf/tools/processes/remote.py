@@ -1,8 +1,8 @@
 """The other side of `hop_tf.tools.processes.relay`: runs a process on this machine for a launcher on another one.
 
-It is run as a program by `ssh`. The first line of its input is the order. The next lines are signals, and empty lines
-as heartbeats of the launcher. When the input ends, or is silent for a minute, the process is killed with all of its
-group. If this program is killed, its `ProcessServer` does the same.
+It is run as a program by `ssh`. The first line of its input is the order: the command to start the process. The next
+lines are signals, and empty lines as heartbeats of the launcher. When the input ends, or is silent for a minute, the
+process is killed with all of its group. If this program is killed, its `ProcessServer` does the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_order(
     num_workers: int,
     index: int | None,
 ) -> str:
-    """Returns the order for the other side, as one line of text.
+    """Returns the order, which tells the other side to start a process, as one line of JSON.
 
     Args:
       host: Name of the other machine, for errors.
@@ -60,7 +60,7 @@ def make_order(
 
 
 def main() -> int:
-    """Runs the process that the first line of the input orders. Returns its exit code. Blocks until it has ended."""
+    """Runs the process that the first line of the input describes. Returns its exit code. Blocks until it has ended."""
     owner = FileIO(0, "rb", closefd=False)
     line = owner.readline()
     if not line.endswith(b"\n"):

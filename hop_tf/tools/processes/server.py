@@ -9,7 +9,7 @@ The reasons for a separate process, instead of children of the launcher:
   process group that it started. The server is the parent, so it knows every process from its first moment on.
   (Linux's parent-death signal is tied to the *thread* that forked, and is not passed on to grandchildren.)
 - Ended processes stay unreaped until the owner releases them. So their ids, which are also the ids of their groups, are
-  not given to other processes: a signal never reaches a stranger.
+  not given to other processes: a signal never reaches an unrelated process.
 - With a single thread it is safe to fork without exec. Every child then has the imported modules at once.
 """
 
@@ -28,7 +28,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-# Asks a process of `hop_tf.testing` for the stacks of its threads. Until the process has its handler, it is ignored.
+# Asks a process of `hop_tf.testing` for the stacks of its threads. Until a process has its handler, it ignores the
+# signal.
 STACKS_SIGNAL = signal.SIGUSR1
 
 _LENGTH = struct.Struct("<I")
@@ -128,7 +129,7 @@ class _Server:
         return None
 
     def _become_child(self, order: dict, output: int) -> Callable[[], None] | None:
-        """Turns a fresh fork into the process of the order. Does not return if that is another program."""
+        """Turns a fresh fork into the process of the order. Does not return if that process runs another program."""
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         for opened in (self._selector, self._control, self._wake_receiver, self._wake_sender):
@@ -205,7 +206,7 @@ def _import_preloaded(control: socket.socket, names: list[str]) -> bool:
         traceback.print_exc()
         send_message(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
         return False
-    # So that children do not copy pages when their collector visits objects from before the fork.
+    # This keeps children from copying memory pages when their garbage collector visits objects from before the fork.
     gc.collect()
     gc.freeze()
     return True

@@ -26,13 +26,13 @@ class ClusterConfig(BackendConfig):
 
     It replaces Ray's `TensorflowConfig`. Before `train_loop` runs, each worker has
 
-    - `TF_CONFIG`, with a free port of its node, which is kept for it;
+    - `TF_CONFIG`, with a free port of its node, which is reserved for the worker;
     - HOP_TF_CLUSTER_TOKEN, a secret of this job, for `CommunicationOptions(cluster_token=...)`;
-    - limits of TensorFlow's threads, so that the workers of a node share its cores (OMP_NUM_THREADS is Ray's, and
-      limits hop_tf's kernels: the CPUs that a worker asks for), and no GPU if the trainer's `ScalingConfig` asks for
-      none. Variables that are already set stay.
+    - limits of TensorFlow's threads, so that the workers of a node share its cores (Ray sets OMP_NUM_THREADS to the
+      CPUs that a worker asks for, which also limits hop_tf's kernels), and no GPU if the trainer's `ScalingConfig` asks
+      for none. Variables that are already set stay.
 
-    Unlike Ray's, it does not set TF_USE_LEGACY_KERAS.
+    Unlike Ray's `TensorflowConfig`, it does not set TF_USE_LEGACY_KERAS.
 
     Args:
       restart: The workers that Ray starts again when one fails, as often as `ray.train.FailureConfig` allows. "group":
@@ -122,7 +122,7 @@ class _Job:
             self.servers.serve(environments, config.server_options, config.snapshots)
 
     def set_up(self, worker_group, index: int, rank: int, *, is_rejoining: bool = False) -> ray.ObjectRef:
-        """Makes the worker at this place of a group a rank. Returns the call's reference."""
+        """Makes the worker with this index in a group a rank. Returns the call's reference."""
         return worker_group.execute_single_async(
             index,
             worker.set_up,
@@ -133,7 +133,7 @@ class _Job:
         )
 
     def set_up_again(self, worker_group) -> None:
-        """Gives a worker that was started again the place of the worker that it replaces.
+        """Gives a restarted worker the rank and address of the worker that it replaces.
 
         Raises:
           HopError: If it runs on another host, because the others look for it at its old address.

@@ -49,7 +49,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
       HopError: In `fit`, if the last checkpoint is not one of this callback.
 
     Blocks: at the end of an epoch, on rank 0, until the checkpoint is in Ray's storage and all workers have begun their
-    `fit`. While Ray starts a single worker again, that takes until it joins.
+    `fit`. While Ray restarts a single worker, rank 0 waits until that worker joins.
     """
 
     def __init__(self, checkpoint_epochs: int | None = 1, save_weights_only: bool = False):
@@ -95,7 +95,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             ray.train.report(self._metrics)
 
     def _go_on(self) -> None:
-        """Goes on from the last checkpoint, or counts epochs as the ranks that train already."""
+        """Goes on from the last checkpoint, or counts epochs as those ranks do that already train."""
         checkpoint, attempt = ray.train.get_checkpoint(), current_attempt()
         if checkpoint is None:
             return
@@ -140,7 +140,7 @@ def _rank() -> int:
 
 
 class _Follower(threading.Thread):
-    """Reports nothing whenever rank 0 reports, because Ray needs a report of all workers."""
+    """Makes an empty report whenever rank 0 reports, because Ray needs a report from each worker."""
 
     def __init__(self):
         super().__init__(name="hop_tf ray reports", daemon=True)  # The thread ends with the process, which Ray ends.

@@ -28,7 +28,7 @@ class Attempt:
     is_rejoining: bool
 
 
-# The attempt of this process, which serves only one. The port is kept for the strategy until the process ends.
+# The attempt of this process, which belongs to only one. The port is kept for the strategy until the process ends.
 _attempt: Attempt | None = None
 _port: contextlib.AbstractContextManager | None = None
 
@@ -64,7 +64,7 @@ def reserve_address() -> str:
 
 
 def keep_port(environment: Mapping[str, str]) -> None:
-    """Keeps the port that TF_CONFIG gives this process, unless it does already. Needed after a restart by Ray.
+    """Keeps the port that TF_CONFIG gives this process, unless the port is kept already. Needed after a restart by Ray.
 
     Raises:
       ProcessError: If another job has reserved the port since the earlier process has died.

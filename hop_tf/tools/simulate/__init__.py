@@ -1,8 +1,8 @@
 """Deterministic simulation of the algorithms: their own code, on a virtual clock, in one process.
 
 Every rank runs the algorithm's real `Exchange` and `Membership`. Only the layer below is replaced: the monitor's clock
-is virtual, and the transport delivers after a given link time. One rank runs at a time, and the virtual time fixes the
-order. So a run depends only on its arguments, and a deadlock is seen at once: no event is left.
+is virtual, and the transport delivers messages after a given link time. One rank runs at a time, and the virtual time
+determines the order. So a run depends only on its arguments, and a deadlock shows at once, because no event is left.
 
 `hop_tf.simulate.hop` simulates `HopStrategy`, to compare topologies and the mechanisms against stragglers.
 `hop_tf.simulate.training` finds the duration of steps under Hop, Pipe-SGD and DTS, for `plan` and `diagnose`.

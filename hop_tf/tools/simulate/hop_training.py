@@ -23,7 +23,7 @@ from hop_tf.tools.simulate.rejoining import catch_up
 from hop_tf.tools.simulate.virtual import VirtualCluster
 from hop_tf.topology import Topology, resolve
 
-# As fast as a real process detects a death without further waiting.
+# The time in which a real process detects a death without further waiting.
 _DETECTION_SECONDS = 2.0
 
 
@@ -119,15 +119,16 @@ def simulate_hop(
       world_size: Number of ranks.
       num_steps: The number of iterations of each rank, or a list with one number for each rank.
       compute: The durations of training steps: the launcher's emulation, or `compute(rank)`, which returns an iterator
-        of seconds, one for each step that the rank makes. Iterations that are jumped over take none.
+        of seconds, one for each step that the rank makes. Iterations that are jumped over use none of them.
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is the latency of a message. Default: no time.
       sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is the time for which a message keeps its link
         busy before its latency begins: bytes over bandwidth. Meanwhile other messages to the same rank wait. Tokens in
-        messages of their own do not wait behind updates. Simulated models are small, so use the bytes of your model.
-        Default: no time.
+        messages of their own do not wait behind updates. Simulated models are small, so use the bytes of your own model
+        in place of `num_bytes`. Default: no time.
       problem: The problem to train. Default: nothing is learned, for runs that measure only speed.
       hosts: The host of each rank, for a hierarchical topology.
-      faults: Ranks that die, and are started again. The others notice a death after two seconds, or by the restart.
+      faults: Ranks that die, and are started again. The others notice a death after two seconds, or through the
+        restart.
       **settings: Further arguments of `HopStrategy`: max_iteration_gap, num_backup_workers, max_staleness, skip,
         interval, update_order, synchronization, on_peer_loss.
 
@@ -280,7 +281,7 @@ class _Record:
         self._trains = np.ones(world_size, bool)
 
     def end(self, rank: int, exchange: HopExchange | None) -> None:
-        """Takes the final numbers of a process's exchange. None: the process has not made one."""
+        """Records the final numbers of a process's exchange, which is None if the process has not made one."""
         if exchange is not None:
             self.most_updates[rank] = max(self.most_updates[rank], exchange.most_updates_in_memory)
 

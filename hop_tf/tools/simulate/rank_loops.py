@@ -37,7 +37,7 @@ class OwnSeconds:
 
     Attributes:
       compute: From the batch to its gradients.
-      input: Until the batch is there.
+      input: Until the batch is available.
       update: After the gradients and the result of the exchange.
       callbacks: Between this step and the next one.
     """
@@ -57,7 +57,7 @@ class Training(abc.ABC):
       packing: The packing of the vectors that are exchanged.
       own: The seconds of the rank's own work in each step.
       is_over: `is_over(rank, step)` returns True if the rank is to make neither this step nor further ones. It is
-        called when the step would begin. Default: a subclass overrides `is_through`.
+        called when the step is about to begin. Default: a subclass overrides `is_through`.
 
     Attributes:
       recorder: The recorder of the rank, or None.
@@ -110,7 +110,7 @@ class Training(abc.ABC):
         return 0
 
     def is_through(self, step: int) -> bool:
-        """True if the rank is to make neither this step nor further ones. Called when the step would begin."""
+        """True if the rank is to make neither this step nor further ones. Called when the step is about to begin."""
         return self._is_over(self.rank, step)
 
     def finish(self) -> None:
@@ -141,7 +141,7 @@ class Training(abc.ABC):
         return self.clock.now + seconds
 
     def have_result(self, step: int, ready: float) -> None:
-        """Records the wait for the exchange since `ready`, when the gradients were there, if there was a wait."""
+        """Records the wait for the exchange, if any: from `ready`, when the gradients were computed, until now."""
         if self.clock.now > ready:
             self.record(Kind.RESULT, ready, step)
 
@@ -154,7 +154,7 @@ class Training(abc.ABC):
 
 
 class AveragingTraining(Training):
-    """Ranks that average windows of steps: Pipe-SGD, whose windows are of one step, and DTS."""
+    """Ranks that average over windows of steps: DTS, and Pipe-SGD with windows of one step."""
 
     def __init__(
         self, *arguments, schedule: Schedule, num_threads: int, codec: codecs.Codec, algorithm: str, num_segments: int
@@ -215,7 +215,7 @@ class AveragingTraining(Training):
         begin, ready = self.clock.now, self.begin_to_compute(step, compute_seconds)
         has_ended, _ = self._schedule.ended(step + 1)
         for segment in range(self._num_segments if has_ended else 0):
-            # Gradients come in the backward pass, the last layers' first.
+            # Gradients are computed in the backward pass, those of the last layers first.
             left = (1 - FORWARD_SHARE) * (1 - (segment + 1) / self._num_segments)
             self.sleep_until(begin + compute_seconds * (1 - left))
             self._num_out += 1
@@ -232,7 +232,7 @@ class HopTraining(Training):
     """A rank under Hop. See `hop_tf.strategies.hop`. A subclass may add learning, and ranks that join late.
 
     Args:
-      *arguments: As of `Training`.
+      *arguments: The arguments of `Training`.
       topology: The graph.
       settings: The mechanisms.
     """
@@ -242,7 +242,7 @@ class HopTraining(Training):
         self._topology, self._settings = topology, settings
         self._zeros = tuple(self.packing.zeros())
         for bucket in self._zeros:
-            bucket.flags.writeable = False  # So that messages need no copy.
+            bucket.flags.writeable = False  # Messages then need no copy.
 
     def make_exchange(self) -> HopExchange:
         return HopExchange(self.context, topology=self._topology, settings=self._settings)

@@ -123,8 +123,8 @@ class Process:
         self.ended = False
         self._body: Callable[[], None] | None = body
         self._abandoned = False
-        # Two locks, each held until it is the turn of this process or the scheduler. They are fast: there are some
-        # 100,000 turns.
+        # Two locks. Each is held until the turn of this process, or of the scheduler, comes. Locks are fast, and a run
+        # may have 100,000 turns.
         self._turn, self._parked = threading.Lock(), threading.Lock()
         self._turn.acquire()
         self._parked.acquire()
@@ -145,7 +145,7 @@ class Process:
             raise _Abandoned
 
     def abandon(self) -> None:
-        """Ends the thread at any place where it is parked. A process must not call this."""
+        """Ends the thread wherever it is parked. A process must not call this."""
         self._abandoned = True
         self.resume()
         self.thread.join()

@@ -28,11 +28,13 @@ from hop_tf.topology import resolve
 
 # A message of at most this many bytes is a header.
 _HEADER_BYTES = 64
-# Of longer vectors only a part is sent, whose bytes stand for more. The sizes are values per rank of an all-reduce,
-# values of sparse vectors (more, because few of them are sent, behind a header), and values under Hop.
+# Of longer vectors, only a part is sent, and its bytes count for the whole vector. The sizes of the part are values per
+# rank of an all-reduce, values of sparse vectors (more, because few of them are sent, behind a header), and values
+# under Hop.
 _VALUES_OF_RANK, _SPARSE_VALUES, _HOP_VALUES = 2048, 1 << 16, 64
 _FIRST_STEPS = 3
-# After this many delays ranks have used up the time that a delay gives them once, unless windows are hardly too slow.
+# After this many delays, ranks have used up the time that the first delay gives them, unless windows are only slightly
+# too slow.
 _TIMES_DELAY = 4
 
 
@@ -41,11 +43,11 @@ class Links:
     """The speed of messages.
 
     Attributes:
-      latency_seconds: Array [n, n] by sender and receiver: the time until the first byte is there.
+      latency_seconds: Array [n, n] by sender and receiver: the time until the first byte arrives.
       bytes_per_second: Array [n, n] by sender and receiver: the rate of a message that has its link and its sender's
         card to itself.
       card_bytes_per_second: Array [n]: the rate of all messages together that a rank sends at the same time. None: the
-        card is no limit.
+        card does not limit the rate.
     """
 
     latency_seconds: np.ndarray
@@ -54,7 +56,7 @@ class Links:
 
     @classmethod
     def alike(cls, world_size: int, latency_seconds: float, seconds_per_byte: float) -> Links:
-        """The links of ranks with equal cards, which are the limit."""
+        """The links of ranks with equal cards. Only the cards limit the rate."""
         rate = 1 / seconds_per_byte if seconds_per_byte else math.inf
         shape = (world_size, world_size)
         return cls(np.full(shape, latency_seconds), np.full(shape, math.inf), np.full(world_size, rate))
@@ -109,18 +111,18 @@ def simulate_training(
     num_values: int,
     recorders: MakeRecorder = lambda rank, scheduler: None,
 ) -> Simulation:
-    """Trains on a virtual clock until all ranks have made their steps. Ranks that have made them train on meanwhile.
+    """Trains on a virtual clock until all ranks have made their steps. Ranks that finish early train on until then.
 
     Args:
       strategy: "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
       settings: Arguments of the strategy. Those that do not affect messages or their times are ignored.
       world_size: Number of ranks.
       num_steps: The number of steps of each rank that are measured, at least 2, rounded up to whole windows of DTS.
-        Steps that Hop jumps over count. A few steps come before them, until waits are as long as later on.
+        Steps that Hop jumps over count. A few steps come before them, until waits have reached their usual length.
       own: `own(rank)` yields, without an end, the seconds of the rank's own work in each step that it makes.
       links: The speed of messages.
-      num_values: Values of float32 that are exchanged.
-      recorders: As of `VirtualCluster`. Ranks record what real ones do, until the last one has made its steps.
+      num_values: The number of float32 values that are exchanged.
+      recorders: As for `VirtualCluster`. Ranks record what real ones do, until the last one has made its steps.
 
     Returns:
       The durations.
@@ -176,7 +178,7 @@ class _Goal:
         return len(self._through) == len(self._begins)
 
     def simulation(self, ranks: Sequence[Training]) -> Simulation:
-        """The result of all steps except the first ones. A rank of Hop may jump over their end, or the last step."""
+        """The result of all steps except the first ones. A rank of Hop may jump over the first or last of them."""
         seconds, num_made, num_steps = [], 0, 0
         for begins in self._begins:
             first = max(step for step in begins if step <= self._first)
@@ -194,9 +196,9 @@ class _Setup:
 
     Attributes:
       make: Makes a rank's `Training`, with the arguments of `Training`.
-      num_values: The most values of float32 that are sent.
+      num_values: The largest number of float32 values that are sent.
       cluster_arguments: Arguments of `VirtualCluster`.
-      num_first_steps: The number of steps after which waits are as long as later on.
+      num_first_steps: The number of steps after which waits have reached their usual length.
       period: The number of steps from one wait to the next.
     """
 
@@ -232,7 +234,7 @@ def _averaging(
     return _Setup(
         make,
         _SPARSE_VALUES if isinstance(codec, codecs.Sparse) else _VALUES_OF_RANK * world_size,
-        # A delay is time that ranks have at first. If windows are too slow, ranks lose it from window to window.
+        # At first, a delay gives ranks spare time. If windows are too slow, ranks lose this time from window to window.
         num_first_steps=max(_FIRST_STEPS, schedule.interval + _TIMES_DELAY * schedule.delay),
         period=schedule.interval,
     )

@@ -25,7 +25,7 @@ class VirtualMonitor(Monitor):
 
     Args:
       scheduler: The clock.
-      looks: True if a process that waits wakes now and then to check conditions without a notification, such as
+      looks: True if a waiting process wakes now and then to check conditions that come without a notification, such as
         deadlines. Default False: it wakes only by a notification.
     """
 
@@ -68,16 +68,16 @@ class VirtualMonitor(Monitor):
 class VirtualTransport(Transport):
     """A transport whose messages take virtual time, and whose rank may die and be started again.
 
-    A message in flight is lost if a new process has taken the receiver's place. It is also lost if the receiver knows a
-    newer process of the sender, by a first message of that process. Messages of a process that has died may reach only
-    some ranks: see `die`.
+    A message in flight is lost if a new process has replaced the receiver. It is also lost if the receiver already
+    knows a newer process of the sender, from that process's first message. Messages of a process that has died may
+    reach only some ranks: see `die`.
 
     Args:
       rank: This rank.
       scheduler: The clock.
       network: All ranks' transports. This one adds itself, or replaces that of an earlier process.
-      link_seconds: `link_seconds(sender, receiver, num_bytes)` is the latency of a message. Infinity: neither it nor
-        any later message to that peer on that lane arrives, because messages keep their order.
+      link_seconds: `link_seconds(sender, receiver, num_bytes)` is the latency of a message. Infinity: neither this
+        message nor a later one to that peer on that lane arrives, because messages keep their order.
       sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is the time for which a message keeps the link
         busy, before `link_seconds` begin. Messages on one lane leave one after the other. Default: no time.
       card_seconds: `card_seconds(sender, num_bytes)` is the time for which a message occupies the sender's card, if it
@@ -135,7 +135,7 @@ class VirtualTransport(Transport):
         self._held: dict[str, list[Message]] = {}
         self._last_arrival: dict[tuple[int, int], float] = {}
         self._latest_arrival: dict[int, float] = {}  # On any lane.
-        self._kept: list[Sending] = []  # Messages to peers that this rank has never met, until these are there.
+        self._kept: list[Sending] = []  # Messages to peers that this rank has never met, until these exist.
         self._pool = pool or BufferPool()
         self._counters = dict.fromkeys(("bytes_sent", "bytes_received", "messages_sent", "messages_received"), 0)
         self._num_recorded: collections.Counter[tuple[int, int]] = collections.Counter()  # By peer and lane.
@@ -291,7 +291,7 @@ class VirtualTransport(Transport):
             self._scheduler.call_at(arrival, lambda: self._bring(sending))
 
     def _check(self, name: str, seconds: float, peer: int) -> None:
-        if not 0 <= seconds < math.inf:  # Checked here first, so that some 100,000 messages need no text.
+        if not 0 <= seconds < math.inf:  # Checked here first, to make no text for some 100,000 messages.
             check_seconds(name, seconds, f" from rank {self._rank} to rank {peer}")
 
     def _bring(self, sending: Sending) -> None:
@@ -306,7 +306,7 @@ class VirtualTransport(Transport):
             receiver._kept_for_thaw.append((self, sending))
             return
         if receiver._died_at is None:
-            self._meet(receiver)  # A connection tells the sender the receiver's process.
+            self._meet(receiver)  # A connection tells the sender which process the receiver is.
             if sending.record is not None and receiver.recorder is not None:
                 receiver.recorder.add(Kind.RECEIVE, receiver.recorder.now(), peer=self._rank, **sending.record)
             receiver._receive(self, sending.message)
@@ -409,14 +409,14 @@ class VirtualCluster:
       world_size: Number of ranks.
       link_seconds: See `VirtualTransport`. Default: messages take no time.
       sending_seconds: See `VirtualTransport`.
-      peers: `peers(rank)`: the ranks that a rank deals with. Default: all.
+      peers: `peers(rank)`: the ranks that a rank communicates with. Default: all.
       continue_without_lost: See `Membership`.
       min_ranks: See `Membership`.
       patience_seconds: See `Membership`.
       detection_seconds: See `VirtualTransport`.
       options: Deadlines. Default: there are none.
-      limit_seconds: See `Scheduler`. If given, a rank that waits looks at deadlines now and then, as on real clocks.
-        Default None: a rank looks only after a notification, and a wait without an end is found at once.
+      limit_seconds: See `Scheduler`. If given, a waiting rank checks deadlines now and then, as on real clocks. Default
+        None: a rank checks them only after a notification, and an endless wait is found at once.
       num_servers: Number of parameter servers.
       card_seconds: See `VirtualTransport`.
       recorders: `recorders(rank, scheduler)` makes a rank's recorder, with the scheduler's clock. Default: none.
@@ -510,7 +510,8 @@ class VirtualCluster:
         for process in self._processes[rank]:
             process.frozen_until = max(process.frozen_until, self.scheduler.now + seconds)
         if self._patience_seconds is not None and seconds > self._patience_seconds:
-            # Ranks that wait look four times within the patience. The factor makes the fourth look come after its end.
+            # Waiting ranks look for lost peers four times within the patience. The factor puts the fourth look after
+            # the patience has ended.
             look = self._patience_seconds / 4 * (1 + 1e-9)
             for number in range(1, int(seconds / look) + 1):
                 self.scheduler.call_at(self.scheduler.now + number * look, self._wake_all)

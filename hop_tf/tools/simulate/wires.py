@@ -1,4 +1,4 @@
-"""`Wires`: the times at which a rank's messages leave. Messages to one peer queue, those to several share the card."""
+"""`Wires`: the times at which a rank's messages leave. Messages to one peer wait in turn; others share the card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from hop_tf.tools.simulate.scheduler import Scheduler
 from hop_tf.transport.base import Message
 
-# A difference below this share of a time is an error of rounding.
+# A difference below this share of a time is a rounding error.
 _ROUNDING = 1e-9
 
 
@@ -69,7 +69,7 @@ class Wires:
     def __init__(self, scheduler: Scheduler, begin: Callable[[Sending], None], end: Callable[[Sending], None]):
         self._scheduler = scheduler
         self._begin, self._end = begin, end
-        # By peer and lane: the message that leaves, and the messages behind it.
+        # By peer and lane: the message that is being sent, and the messages behind it.
         self._streams: dict[tuple[int, int | None], collections.deque[Sending]] = {}
         self._sharing: list[Sending] = []  # The messages that leave and occupy the card.
         self._shared_at = 0.0

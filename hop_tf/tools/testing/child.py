@@ -1,4 +1,4 @@
-"""A process of a `MultiProcessRunner`: runs a function or a script, and leaves the value in a file.
+"""A process of a `MultiProcessRunner`: runs a function or a script, and writes the value to a file.
 
 It is called in a fork of a process server, or run as a program: `python -P child.py specification value`. It imports
 only the standard library before the test's own code.

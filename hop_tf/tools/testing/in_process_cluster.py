@@ -17,7 +17,7 @@ from hop_tf.keras_hook.adapted import become_rank
 from hop_tf.strategy import ExchangeStrategy
 from hop_tf.transport.in_process import InProcessNetwork, InProcessTransport
 
-# The time that a parameter server may take to serve, and to end after the last rank.
+# The time that a parameter server may take to begin serving, and to end after the last rank.
 _SERVER_SECONDS = 30.0
 
 

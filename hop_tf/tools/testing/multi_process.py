@@ -106,7 +106,7 @@ class MultiProcessRunner:
     """Runs a function, or a script, in every process of a cluster on this machine.
 
     Each process has its `TF_CONFIG`, its share of the cores, and a process group of its own. No process outlives the
-    runner, the test, or the interpreter that runs the test, even if that is killed.
+    runner, the test, or the interpreter that runs the test, even if the interpreter is killed.
 
         def train(num_epochs):
             strategy = hop_tf.HopStrategy()
@@ -118,9 +118,9 @@ class MultiProcessRunner:
         weights = results.values  # one list per rank
 
     Unless `preload` is empty the processes are forked from a server that has only imported those modules. This is safe
-    because the server has a single thread. It is started once per interpreter. So a process starts in a fraction of a
-    second instead of the seconds that TensorFlow takes to import. Environment variables that a preloaded module reads
-    when it is imported must be set before the first runner starts.
+    because the server has a single thread. The server is started once per interpreter. So a process starts in a
+    fraction of a second instead of the seconds that TensorFlow takes to import. Environment variables that a preloaded
+    module reads when it is imported must be set before the first runner starts.
 
     Args:
       target: A function of a module's top level, or the path of a Python script. The file of a function's module is
@@ -236,7 +236,7 @@ class MultiProcessRunner:
           The match.
 
         Raises:
-          MultiProcessError: If the process or the time ends before.
+          MultiProcessError: If the process or the time ends before such a line.
         """
         task = self._find_task(rank, task_type)
         remaining_seconds = max(0.0, self._deadline - time.monotonic())
@@ -260,7 +260,7 @@ class MultiProcessRunner:
         self._server.wait_until(lambda: not process.running, _KILL_SECONDS)
 
     def restart(self, rank: int, *, task_type: str = "worker") -> None:
-        """Starts a process again that has ended, with the same environment, as a supervisor would.
+        """Starts an ended process again, with the same environment, as a supervisor would.
 
         From now on, output and result are those of the new process.
 

@@ -23,7 +23,7 @@ class NetworkCosts:
     """The costs of communication.
 
     Attributes:
-      latency_seconds: Time until the first byte of a message is there [alpha].
+      latency_seconds: Time until the first byte of a message arrives [alpha].
       seconds_per_byte: Time that a rank takes to send a byte, while it receives one [beta].
       reduce_seconds_per_byte: Time to add a byte of float32 [gamma].
       synchronization_seconds: Time until all ranks have begun an all-reduce [S].
@@ -96,8 +96,8 @@ def communication_seconds(
     A ring takes R = 2 (p - 1) messages one after the other, a mesh R = 2, and both add a = (p - 1) / p of the bytes. In
     a mesh of two, ranks send each other whole vectors: R = 1, a = 1. Without a codec (r = 1, c = 0) and with a
     ring this is the paper's formula. A codec works while earlier chunks travel (Figure 3 (b)), so the longer of the two
-    counts. Sparse vectors travel by an all-gather. It takes R = 1, and a rank sends and adds (p - 1) r n bytes. In a
-    mesh beta is `mesh_slowdown` times as long.
+    counts. Sparse vectors travel by an all-gather. It has R = 1, and a rank sends and adds (p - 1) r n bytes. In a mesh
+    beta is `mesh_slowdown` times as long.
 
     Args:
       network: The costs of communication.
@@ -106,7 +106,7 @@ def communication_seconds(
       num_segments: Parts that are reduced one after the other [L].
       algorithm: "ring", "mesh" or "all_gather".
       bytes_per_byte: Encoded bytes per byte of float32 [r].
-      codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the gradients [c].
+      codec_seconds_per_byte: Time for which a rank encodes and decodes, per byte of the gradients [c].
 
     Returns:
       Seconds; 0 in a world of one.
@@ -129,7 +129,7 @@ def communication_seconds(
 
 
 def sent_bytes(num_bytes: float, *, world_size: int, algorithm: str = "ring", bytes_per_byte: float = 1.0) -> float:
-    """Bytes that a rank sends in an all-reduce, and receives. Arguments and errors as of `communication_seconds`."""
+    """Bytes that a rank sends in an all-reduce, and receives. Arguments and errors as for `communication_seconds`."""
     check_not_negative("num_bytes", num_bytes)
     return num_bytes * route(algorithm, world_size, bytes_per_byte).sent
 
@@ -226,7 +226,7 @@ class Route:
 
 
 def route(algorithm: str, world_size: int, bytes_per_byte: float = 1.0) -> Route:
-    """The route of a vector. Arguments and errors as of `communication_seconds`."""
+    """The route of a vector. Arguments and errors as for `communication_seconds`."""
     check_integer("world_size", world_size, at_least=1)
     check_choice("algorithm", algorithm, _WAYS)
     check_not_negative("bytes_per_byte", bytes_per_byte)

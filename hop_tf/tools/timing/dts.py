@@ -14,7 +14,7 @@ prints them per second, divided by the duration of a step. It prints 4 instead o
 two vectors. Ours are one, also with momentum.)
 
 The table's times hold for D < p. Otherwise several windows are in flight at a time. They share the wait for the first
-one. They also share the links, which must be through with a window's bytes when the next window comes.
+one. They also share the links, which must have sent a window's bytes when the next window comes.
 
 References:
   Distributed Training across the World. 2019. Table 1, section 3.
@@ -32,7 +32,7 @@ from hop_tf.tools.timing.costs import FLOAT32_BYTES, NetworkCosts, Step, all_red
 from hop_tf.tools.timing.schedules import lock_step_seconds, non_computing_seconds
 
 CODECS = ("identity", "int8", "top_k")
-# A schedule repeats itself after a cycle. In the first half of these cycles it settles.
+# A schedule repeats itself after a cycle. In the first half of this number of cycles it settles.
 _CYCLES = 20
 
 
@@ -46,7 +46,7 @@ class DTSPlan:
       codec: Name of the codec.
       algorithm: "mesh" or "ring".
       bytes_per_step: The bytes that a rank sends per step.
-      window_seconds: Time from a window's end until its mean is there, with idle links.
+      window_seconds: Time from a window's end until its mean arrives, with idle links.
       sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied.
       compute_seconds: Duration of a step without any waiting.
       step_seconds: Duration of a step.
@@ -94,14 +94,14 @@ def predict_dts(
       num_bytes: Size of the gradients as float32.
       delay: D.
       interval: p.
-      codec: As of `DTSStrategy`.
+      codec: As for `DTSStrategy`.
       algorithm: "mesh" or "ring".
-      codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the vectors.
+      codec_seconds_per_byte: Time for which a rank encodes and decodes, per byte of the vectors.
       bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
       durations: Array [n, T], the seconds for which each rank computes in each step. See `lock_step_seconds`. Default:
-        all ranks take `step`, in the long run.
-      quick: True to take the closed form if all ranks take `step`. It leaves out that links are idle between the
-        messages of windows in flight. Default False.
+        all steps of all ranks are `step`, and the times are those in the long run.
+      quick: True to use the closed form if all steps are `step`. It ignores that links are idle between the messages of
+        windows in flight. Default False.
 
     Returns:
       The settings with their times.

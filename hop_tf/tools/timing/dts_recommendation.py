@@ -100,7 +100,7 @@ def recommend_dts(
 
 
 def _first(plans: Iterable[DTSPlan], enough: float) -> DTSPlan:
-    """The first plan that is efficient enough, or otherwise the most efficient one. Takes no more plans than needed."""
+    """The first plan that is efficient enough, or otherwise the most efficient one. Reads no more plans than needed."""
     seen = []
     for plan in plans:
         if plan.scaling_efficiency >= enough:

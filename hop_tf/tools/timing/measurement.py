@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 # The codecs whose costs are measured.
 MEASURED_CODECS = tuple(dict.fromkeys((*pipe_sgd.CODECS, *dts.CODECS, "sketch", "bits4")))
 
-# A vector is long enough if its bytes take this time to send, and no less than the latencies of its messages. Shorter
-# ones mislead, because connections send slowly at first. The longest vector has `_MAX_VALUES` values.
+# A vector is long enough if sending its bytes takes at least this time, and at least the latencies of its messages.
+# Shorter vectors mislead, because connections send slowly at first. The longest vector has `_MAX_VALUES` values.
 _LONG_SECONDS = 0.2
 _MIN_VALUES, _MAX_VALUES = 1 << 18, 1 << 24
 _NUM_SHORT, _NUM_LONG, _NUM_MESH = 20, 3, 5
 _MANY_SECONDS = 2.0  # If many short all-reduces would take longer than this, only a few are made.
 _CODEC_VALUES = 1 << 20  # More than fit into a cache.
 _SHARED_SECONDS = 0.05  # Enough for many turns of ranks that share a processor.
-# The least part of a long all-reduce in which bytes are sent. It keeps noise on a busy machine from making a rate
+# The least share of a long all-reduce that counts as sending. It keeps noise on a busy machine from making a rate
 # infinite.
 _MIN_SENDING_SHARE = 0.1
 # The number of latest steps of each rank that are looked at.
@@ -163,10 +163,10 @@ class Measurement:
 def measure(strategy: ExchangeStrategy) -> Measurement:
     """Measures the live links, this machine's codecs, and the steps of the last `fit`.
 
-    A collective: every rank must call it, after a `fit`. It takes some seconds, and more if round trips are long. It
-    makes all-reduces of two lengths, by ring and by mesh. The medians of the short ones give alpha and S. The fastest
-    long ring, and the median of the long meshes, which differ more, give beta. gamma and the codecs are timed on all
-    ranks at once. The results are means over the ranks.
+    A collective operation: every rank must call it, after a `fit`. It takes some seconds, and more if round trips are
+    long. It makes all-reduces of two lengths, by ring and by mesh. The medians of the short ones give alpha and S. The
+    fastest long ring, and the median of the long meshes, which differ more, give beta. gamma and the codecs are timed
+    on all ranks at once. The results are means over the ranks.
 
     Args:
       strategy: The strategy, with any algorithm.
@@ -177,7 +177,8 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
     Blocks: until all ranks call it.
 
     Raises:
-      RuntimeError: If it is called within `fit`, or in a world of one; on all ranks, if a rank has not timed any steps.
+      RuntimeError: If it is called within `fit`, or in a world of one. Also, on all ranks, if a rank has not timed any
+        steps.
       HopError: If a rank was lost or has ended.
     """
     compute_seconds = _compute_seconds(strategy)

@@ -77,8 +77,9 @@ def predict(
 
     With K = 1 and L segments the first segments travel during the backward pass. The step then takes the longer of two:
     all computation and the last segment's all-reduce, or the computation up to the first segment and all communication.
-    With K >= 2 a step takes the longer of computation and communication [Equations 4 and 5], and segments only cost.
-    (Equation 6 has less computation: the paper leaves out that a step cannot be shorter than all of its own.)
+    With K >= 2 a step takes the longer of computation and communication [Equations 4 and 5], and segments only add
+    costs. (Equation 6 has less computation: the paper leaves out that a step cannot be shorter than all of its own
+    computation.)
 
     Args:
       network: The costs of communication.
@@ -86,13 +87,13 @@ def predict(
       world_size: Number of ranks.
       num_bytes: Size of the gradients as float32.
       pipeline_width: K.
-      codec: As of `PipeSGDStrategy`.
+      codec: As for `PipeSGDStrategy`.
       num_segments: L.
       algorithm: "mesh" or "ring".
-      codec_seconds_per_byte: Time that a rank encodes and decodes for, per byte of the gradients.
+      codec_seconds_per_byte: Time for which a rank encodes and decodes, per byte of the gradients.
       bytes_per_value: Bytes of a value that does not pass through a codec; 2 for bfloat16. Default 4.
       durations: Array [n, T], the seconds for which each rank computes in each step. See `lock_step_seconds`. Default:
-        all ranks take `step`, in the long run.
+        all steps of all ranks are `step`, and the times are those in the long run.
 
     Returns:
       The settings with their times.
@@ -150,9 +151,9 @@ def recommend(
 ) -> Plan:
     """Returns the settings with the shortest step, if the gain is worth the change of training.
 
-    Ranks that choose by measured times have the same rule (`hop_tf.runtime.choosing`): another codec, or a larger
-    width, must save 15 % of a step. Training changes least with, in this order: the smaller width, the codec that comes
-    first in `codec_names`, fewer segments, the mesh.
+    Ranks that choose by measured times use the same rule (`hop_tf.runtime.choosing`): another codec, or a larger width,
+    must save 15 % of a step. Training changes least with, in this order: the smaller width, the codec that comes first
+    in `codec_names`, fewer segments, the mesh.
 
     Args:
       network: The costs of communication.

@@ -9,7 +9,7 @@ Schedules take the durations of steps, an array [n, T]: rank r computes for `dur
 without any waiting.
 
 On links that differ, `hop_tf.simulate.training` runs the strategies' own protocols. Tests compare both on equal links.
-A simulation sends every message, and a schedule needs only some numbers for each step of a rank.
+A simulation sends every message, while a schedule needs only some numbers for each step of a rank.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def non_computing_seconds(
 
     Args:
       compute_seconds: Duration of a step without any waiting [T_compute].
-      window_seconds: Time from a window's end until its mean is there, with idle links [T_communicate].
+      window_seconds: Time from a window's end until its mean arrives, with idle links [T_communicate].
       sending_seconds: The part of `window_seconds` in which the links, or the codec, are occupied [T_send].
       overlap_seconds: The part of `window_seconds` during the last step's back-propagation [T_overlap].
       delay: Steps from a window's end until its mean is due [D, the paper's t].
@@ -95,16 +95,16 @@ def lock_step_seconds(
     D = 0 and p = 1 is synchronous training; D = K - 1 and p = 1 is Pipe-SGD. In Pipe-SGD the communication of a step
     begins when that of the previous step has ended, so all communication counts as sending.
 
-    A window may take several turns, one after the other. The bytes of a turn leave in the order in which all windows'
-    turns begin. They arrive a latency later, and the window's next turn begins. So with several windows in flight, each
-    waits for the others' bytes once for each of its turns.
+    A window may take several turns, one after the other. The turns of all windows send their bytes in the order in
+    which they begin. The bytes arrive a latency later, and then the window's next turn begins. So with several windows
+    in flight, each waits for the others' bytes once for each of its turns.
 
     Args:
       durations: Seconds, [n, T].
       delay: D.
       interval: p.
       sending_seconds: The time for which a window occupies the links.
-      latency_seconds: The further time until the window's mean is there, if no other window is in flight.
+      latency_seconds: The further time until the window's mean arrives, if no other window is in flight.
       num_turns: The number of turns of a window.
       shares_left: A window's vector leaves in equal segments, in this order. By segment, the share of the window's
         last step that is still to be computed when the segment is ready. Default: one segment, at the end of the step.
@@ -161,7 +161,10 @@ class _SharedLinks:
         heapq.heappush(self._turns, (ready, vector, 1))
 
     def arrival(self, vector: Hashable) -> float:
-        """The time at which the mean of a vector is there. No vectors are sent before that time any more."""
+        """The time at which the mean of a vector arrives.
+
+        Vectors that are sent after this call must not be ready before that time.
+        """
         while vector not in self._arrivals:
             begin, other, turn = heapq.heappop(self._turns)
             self._free_at = max(begin, self._free_at) + self._sending
@@ -180,7 +183,7 @@ def free_running_seconds(
     latency_seconds: float = 0.0,
     max_in_flight: int = 4,
 ) -> tuple[float, float]:
-    """Duration of an iteration if a rank that is behind goes on with the iteration of the fastest rank.
+    """Duration of an iteration if a rank that is behind continues with the fastest rank's iteration.
 
     A rank pushes its step and goes on. It waits only if `max_in_flight` of its iterations are not merged yet. Pushes
     are summed up on all ranks, a piece on each. A rank that was in each of the last two sums is regular. A sum goes to
@@ -192,11 +195,11 @@ def free_running_seconds(
       pushing_seconds: The time for which a rank's push of an iteration occupies its link.
       sum_seconds: The time for which a sum occupies the links of all ranks.
       latency_seconds: The time until a message arrives, and until others know that an iteration was begun.
-      max_in_flight: As of `CanaryStrategy`.
+      max_in_flight: As for `CanaryStrategy`.
 
     Returns:
       The seconds until the fastest rank enters the next iteration, the mean over the second half of the iterations. And
-      the share of all batches of this half that ranks have trained on until the fastest one is through.
+      the share of all batches of this half that ranks have trained on until the fastest rank has finished.
 
     Raises:
       ValueError: If an argument is out of range, or there are no steps.
@@ -294,8 +297,8 @@ def server_seconds(
     """Time in which n workers that wait only for servers train n batches.
 
     The links of m servers serve all pushes at once, and each push slows the others down. Workers are not synchronized.
-    A push takes D / m on a server's link alone. On average, worker r finds as many other workers on the link as are
-    there at any time:
+    A push that has a server's link to itself takes D / m on it. On average, worker r finds as many other workers on the
+    link as there are at a random time:
 
         wait(r)   =  D / m (1 + sum over q != r of wait(q) / cycle(q))        for pushes, and likewise for answers
         cycle(r)  =  mean over t of c(r, t) + round trip + (1 - 1 / m) (D + D') + wait(r) + wait'(r)
@@ -306,8 +309,8 @@ def server_seconds(
     Args:
       durations: Seconds, [n, T].
       num_servers: m.
-      pushing_seconds: The time of a worker's push with links to itself [D].
-      answering_seconds: The time of an answer with links to itself [D'].
+      pushing_seconds: The time of a worker's push that has the links to itself [D].
+      answering_seconds: The time of an answer that has the links to itself [D'].
       round_trip_seconds: The time of a push and its answer without any bytes.
 
     Returns:

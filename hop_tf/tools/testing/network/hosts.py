@@ -34,7 +34,7 @@ class Hosts:
         return f"{self.addresses[of]}:{port}"
 
     def command(self, host: int, argv: Sequence[str]) -> list[str]:
-        """Returns a command that runs `argv` inside of a host. Its process id is that of the program."""
+        """Returns a command that runs `argv` inside of a host. The command's process id is that of the program."""
         self._check_hosts(host)
         return list(argv)
 
@@ -52,7 +52,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def inside(self, host: int) -> Iterator[None]:
-        """Moves the calling thread into a host for a while.
+        """Moves the calling thread into a host until the `with` block ends.
 
         A socket that the thread creates there, and a process that it starts, belong to that host for good. Other
         threads do not, even if a library starts them later.
@@ -116,7 +116,7 @@ class Hosts:
         raise NotImplementedError
 
     def _fail(self, kind: str, pairs: list[tuple[int, int]], seconds: float) -> None:
-        """Does what `Path.fail` does, to directed pairs of hosts."""
+        """Applies `Path.fail` to directed pairs of hosts."""
         raise NotImplementedError
 
     def _order(self, kind: str, host: int, other: int | None, direction: str, seconds: float = 0.0) -> None:

@@ -17,7 +17,7 @@ _MIN_QUEUE_BYTES = 65536
 _MAX_QUEUE_BYTES = 64 << 20
 # The time for which a link may send at full speed after it was idle.
 BURST_SECONDS = 0.001
-# The time by which a queue of the default size lasts longer than a round trip.
+# A queue of the default size holds the bytes of a round trip and of this time.
 _SPARE_QUEUE_SECONDS = 0.01
 
 
@@ -31,10 +31,11 @@ class Links:
         infinite for the speed of the machine.
       round_trip_seconds: The delay there and back between any two hosts, half of it each way.
       one_way_seconds: Instead of `round_trip_seconds`, a matrix: `one_way_seconds[a][b]` is the delay from host a to b.
-      jitter_seconds: The largest further delay of a packet. Each packet's is drawn uniformly.
+      jitter_seconds: The largest further delay of a packet. Each packet's delay is drawn uniformly.
       reorder: True if jitter lets a packet overtake another. By default a packet waits for earlier ones.
       queue_bytes: The bytes that wait in front of a link, or in a stalled one, before packets are dropped. None: the
-        bytes of the link's rate in the host's longest round trip and 10 ms, at least 64 KiB, at most 64 MiB.
+        bytes that the link sends in the host's longest round trip, with jitter, and 10 ms; at least 64 KiB, at most 64
+        MiB.
 
     Raises:
       ValueError: If a value is out of range, or both `round_trip_seconds` and `one_way_seconds` are given.
@@ -96,8 +97,8 @@ class Links:
     def bucket_bytes(self, host: int) -> int:
         """The bytes that a host's link may send at full speed after it was idle: at least a bundle, and one frame more.
 
-        A bundle counts with the headers that its frames would have. The kernel cuts a larger bundle into frames, and
-        each frame costs as much processor time as a bundle.
+        A bundle counts with the headers that its frames would have. The kernel cuts a bundle that is larger than the
+        bucket into frames, and each frame costs as much processor time as a bundle.
         """
         bundle = math.ceil(self.bundle_limit(host) / TCP_SHARE)
         return max(bundle, int(self.rates[host] / 8 * BURST_SECONDS)) + FRAME_BYTES
@@ -121,7 +122,7 @@ def ring_delays(num_hosts: int, one_way_seconds: float) -> list[list[float]]:
 
 # The sites of a training across three continents, in the order of their ring. The paper prints only the largest round
 # trip, 277 ms, and the ring's sum, 479 ms, and shows the others in a picture. The other values here are typical for
-# such distances, and give that sum. The largest round trip is between Tokyo and London, by section 4.4.
+# such distances, and give that sum. The largest round trip is between Tokyo and London, according to section 4.4.
 #   Distributed Training across the World. 2019. Section 4.4, Figure 2.
 SITES = ("Tokyo", "Oregon", "London", "Ohio")
 _SITE_ROUND_TRIPS = {

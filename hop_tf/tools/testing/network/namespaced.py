@@ -29,11 +29,12 @@ class EmulatedNetwork(Hosts):
     Args:
       num_hosts: Number of hosts.
       max_socket_bytes: The size to which the buffers of a TCP connection may grow. Default: the machine's default,
-        often 4 to 6 MiB. A connection has at most this much in flight: it needs twice the rate times the round trip.
-      relay: True if a relay carries the packets. Default: only if links have delays. Failures need a relay. If the
-        kernel cannot carry the packets, there is a relay in any case, but not if hosts have several interfaces.
-      num_interfaces: The number of links of each host, to as many switches. Each has the host's rate. Only without a
-        relay.
+        often 4 to 6 MiB. A connection never has more bytes in flight. To use the whole rate, it needs twice the rate
+        times the round trip.
+      relay: True if a relay carries the packets. Default: only if links have delays. Failures need a relay. A relay is
+        also used if the kernel cannot carry the packets and hosts have one interface.
+      num_interfaces: The number of links of each host, to as many switches. Each link has the host's rate. Must be 1
+        with a relay.
       **links: As `Links` takes them.
 
     Attributes:
@@ -122,7 +123,7 @@ class EmulatedNetwork(Hosts):
         keeper, self._keeper, self._namespaces = self._keeper, None, []
         if keeper is None:
             return
-        # An order, because a process that was forked from this one may hold the pipe open.
+        # Sends an order instead of only closing the pipe, which a process that was forked from this one may hold open.
         with contextlib.suppress(OSError), keeper.stdin:
             keeper.stdin.write(json.dumps({"order": "close"}).encode() + b"\n")
         try:
@@ -149,7 +150,7 @@ class EmulatedNetwork(Hosts):
         return self._ask(order)
 
     def _ask(self, order: dict) -> dict:
-        """Sends an order to the keeper, and returns its answer. Blocks until that comes."""
+        """Sends an order to the keeper, and returns the answer. Blocks until the answer comes."""
         with self._lock:
             if self._keeper is None:
                 raise RuntimeError("The network is closed.")

@@ -25,7 +25,7 @@ def available() -> str | None:
     for program, package in (("ip", "iproute2"), ("nsenter", "util-linux"), ("unshare", "util-linux")):
         if shutil.which(program, path=_SYSTEM_PATH) is None:
             return f"the command {program} is missing (package {package})"
-    # Enters a new namespace, returns, which not every sandbox permits, and makes a device in another one.
+    # Tries to enter a new namespace, to return (which not every sandbox permits), and to make a device in another one.
     unshare, back = [path_of("unshare"), "--net"], [path_of("nsenter"), f"--net=/proc/{os.getpid()}/ns/net"]
     trial = [*unshare, *back, *unshare, path_of("ip"), "tuntap", "add", "dev", "tun0", "mode", "tun"]
     result = subprocess.run(trial, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -49,7 +49,7 @@ def enter(namespace: int) -> None:
 
 
 def make_device(name: str) -> int:
-    """Makes a TUN device in this process's namespace that gives and takes bundles of segments."""
+    """Makes a TUN device in this process's namespace that sends and receives bundles of segments."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
     fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4 | _TUN_F_TSO6)
@@ -62,7 +62,7 @@ def path_of(program: str) -> str:
 
 
 def ip(*lines: str) -> None:
-    """Runs lines of `ip`, in the namespace of this process."""
+    """Runs commands of `ip`, a line each, in the namespace of this process."""
     execute(["ip", "-batch", "-"], "\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""Orders to the keeper of a network: a line of JSON each, on its standard input, and answers on its output."""
+"""Orders (commands) to the keeper of a network, a line of JSON each, on its standard input. Answers on its output."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .hosts import Hosts
 from .links import MAX_BUNDLE_BYTES, Links
 from .paths import TokenBucket, make_paths
 
-# A proxy takes bytes this long before their time, so that it loses no time if it wakes up late.
+# A proxy reads bytes this long before they are due, so that it loses no time if it wakes up late.
 _AHEAD_SECONDS = 0.01
 START_SECONDS = 30.0
 

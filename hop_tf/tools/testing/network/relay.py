@@ -30,8 +30,8 @@ class RelayStatistics:
     Attributes:
       num_packets: The number of packets that it delivered. A bundle counts as one.
       num_dropped: The number of packets that found a queue full.
-      max_late_seconds: The longest time by which it delivered a packet later than the network would have. More than a
-        few milliseconds mean that the machine was too busy for the settings.
+      max_late_seconds: The longest time by which it delivered a packet too late. More than a few milliseconds mean that
+        the machine was too busy for the settings.
       processor_seconds: The processor time that it took.
     """
 
@@ -158,7 +158,7 @@ class Relay:
             path.held_bytes += size
 
     def _release(self, now: float, path: Path) -> None:
-        """Lets the packets go that a stall has held, unless the stall goes on."""
+        """Releases the packets that a stall has held, unless the stall continues."""
         if path.stalled_until <= now:
             held, path.held, path.held_bytes = path.held, collections.deque(), 0
             for packet, size in held:
