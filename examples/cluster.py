@@ -4,9 +4,9 @@
     kubectl apply -f examples/kubernetes/indexed_job.yaml                     # docs/kubernetes.md
     python -m hop_tf launch --num_workers=2 examples/cluster.py               # on one machine
 
-It shows what a program on a cluster needs beside its model: the addresses of the other processes, the secret of the
-job, TLS files, and backups, from which a job that is started again goes on. With `--strategy=shat`, the processes that
-are parameter servers run it, too, or run `python -m hop_tf serve`.
+The script shows what a program on a cluster needs besides its model: the addresses of the other processes, the secret
+of the job, TLS files, and backups. A job that is started again goes on from its backups. With `--strategy=shat`,
+parameter servers run the script, too, or run `python -m hop_tf serve`.
 """
 
 import argparse
@@ -51,10 +51,10 @@ def main():
     parser.add_argument("--timeout_seconds", type=float, default=60.0, help="how long to wait for a silent process")
     args = parser.parse_args()
 
-    keras.utils.set_random_seed(0)  # The same on all ranks: they draw disjoint parts of each shuffled batch.
+    keras.utils.set_random_seed(0)  # The same on all ranks, which take disjoint parts of each shuffled batch.
     x_train, x_test, y_train, y_test = load_data()
 
-    strategy = make_strategy(args)  # With SHAT, a server serves here, and ends here.
+    strategy = make_strategy(args)  # With SHAT, a server stays in this line, and ends here.
     with strategy.scope():
         model = build_model()
         model.compile(

@@ -19,7 +19,7 @@ parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--batch_size", type=int, default=64, help="of all ranks together")
 args = parser.parse_args()
 
-# Points of a plane, in and out of a circle. All ranks make the same ones.
+# Points of a plane, inside and outside of a circle. All ranks make the same points.
 x = np.random.default_rng(0).uniform(-1, 1, size=(2048, 2)).astype("float32")
 y = (np.linalg.norm(x, axis=1, keepdims=True) < 0.8).astype("float32")
 x_train, y_train, x_test, y_test = x[:1536], y[:1536], x[1536:], y[1536:]
@@ -39,13 +39,13 @@ with strategy.scope():
     loss_fn = keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
     train_accuracy = keras.metrics.BinaryAccuracy(threshold=0.0)
 
-# All ranks shuffle alike: the seed is the same. Each one gets its part of every batch.
+# All ranks shuffle alike, because the seed is the same. Each rank gets its part of every batch.
 dataset = tf.data.Dataset.from_tensor_slices((x_train, y_train)).shuffle(len(x_train), seed=0).batch(args.batch_size)
 dataset = strategy.experimental_distribute_dataset(dataset)
 
 
 def train_step(x, y):
-    """Trains on this rank's part of a batch. The loss is its share of the loss of the whole batch."""
+    """Trains on this rank's part of a batch. Returns this part's share of the loss of the whole batch."""
     with tf.GradientTape() as tape:
         logits = model(x, training=True)
         loss = tf.nn.compute_average_loss(loss_fn(y, logits))

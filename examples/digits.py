@@ -4,8 +4,8 @@
     python -m hop_tf launch --hosts=node1,node2:3 examples/digits.py                   # on several, over ssh
 
 Each process is one rank of a ring. The model code is plain Keras; the strategy is the one line that differs from a
-program for one process. Started without the launcher, the same script trains alone; started by Slurm, mpirun and
-others, it trains with the other processes there (see docs/launch.md).
+program for one process. Without the launcher, the same script trains alone. If Slurm, mpirun or another launcher
+starts it, it trains with the other processes there (see docs/launch.md).
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main():
     parser.add_argument("--save", help="where rank 0 saves the averaged model (.keras)")
     args = parser.parse_args()
 
-    keras.utils.set_random_seed(0)  # The same on all ranks: they draw disjoint parts of each shuffled batch.
+    keras.utils.set_random_seed(0)  # The same on all ranks, which take disjoint parts of each shuffled batch.
     x_train, x_test, y_train, y_test = load_data()
 
     strategy = hop_tf.HopStrategy(topology=args.topology, cluster_resolver=hop_tf.cluster_from_environment())

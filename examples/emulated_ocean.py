@@ -3,8 +3,8 @@
     python examples/emulated_ocean.py examples/two_sites.py
     python examples/emulated_ocean.py --round_trip_seconds=0.5 --megabits=10 examples/two_sites.py --epochs=10
 
-The hosts are network namespaces, which needs Linux, and root. Nothing outside of them changes, and they are gone in the
-end. For several machines, which have links of their own, see docs/launch.md.
+The hosts are network namespaces, which need Linux and root. Nothing outside of them changes, and the script removes
+them at the end. For several machines, which have real links, see docs/launch.md.
 """
 
 import argparse

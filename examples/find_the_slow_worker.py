@@ -7,7 +7,7 @@
     python -m hop_tf launch --hosts=node1,node2,node3 examples/find_the_slow_worker.py  # on several machines, over ssh
 
 On one machine, `--step_seconds` and `--slowdown` emulate steps of 0.1 seconds, and 0.3 on worker 1. Every rank records
-what it does in `--log_dir`, which must be the same place for all. The data are generated.
+what it does in `--log_dir`, which must be the same directory on all ranks. The data are generated.
 """
 
 import argparse
@@ -24,7 +24,7 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--batch_size", type=int, default=84, help="of all ranks together")
 args = parser.parse_args()
 
-# Points around the centers of 10 classes. All ranks make the same ones.
+# Points around the centers of 10 classes. All ranks make the same points.
 generator = np.random.default_rng(0)
 y = generator.integers(10, size=2520)
 x = (generator.normal(size=(10, 20))[y] + generator.normal(size=(2520, 20))).astype("float32")

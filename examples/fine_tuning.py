@@ -3,7 +3,7 @@
     python -m hop_tf launch --num_workers=2 examples/fine_tuning.py                    # on one machine
     python -m hop_tf launch --hosts=node1,node2 examples/fine_tuning.py                # on several, over ssh
 
-Ranks exchange what is trained only: a small part of the model. `--synthetic` takes generated images, and downloads
+Ranks exchange only trained values: a small part of the model. `--synthetic` uses generated images, and downloads
 nothing.
 """
 
@@ -59,10 +59,10 @@ def train_base(data):
 
 
 training, validation = load_data()
-base = train_base(training)  # There is no strategy yet: each rank trains its own. That of rank 0 will count.
+base = train_base(training)  # Without a strategy, each rank trains its own base. Later, that of rank 0 counts.
 
 strategy = hop_tf.PipeSGDStrategy()  # Reads TF_CONFIG, which the launcher sets.
-with strategy.scope():  # The model that is to be trained must be made in here, by `load_model` or as this copy.
+with strategy.scope():  # A model to train must be made in the scope: by `load_model`, or as this copy.
     model = keras.models.clone_model(base)
     model.set_weights(base.get_weights())
     model.pop()

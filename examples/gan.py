@@ -3,8 +3,8 @@
     python -m hop_tf launch --num_workers=2 examples/gan.py                            # on one machine
     python -m hop_tf launch --hosts=node1,node2 examples/gan.py                        # on several, over ssh
 
-The model is as without hop_tf. Within `fit`, a rank computes the loss of its own part of the batch. Both optimizers'
-gradients are averaged over the ranks. `--synthetic` takes generated images, and downloads nothing.
+The model is the same as without hop_tf. Within `fit`, a rank computes the loss of its own part of the batch. The
+gradients of both optimizers are averaged over the ranks. `--synthetic` uses generated images, and downloads nothing.
 """
 
 import argparse
@@ -22,7 +22,7 @@ parser.add_argument("--batch_size", type=int, default=128, help="of all ranks to
 parser.add_argument("--synthetic", action="store_true", help="train on generated images")
 args = parser.parse_args()
 
-NOISE = 64  # Length of a vector that the generator draws an image from.
+NOISE = 64  # Length of the vector from which the generator draws an image.
 
 keras.utils.set_random_seed(0)
 

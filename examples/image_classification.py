@@ -3,7 +3,7 @@
     python -m hop_tf launch --num_workers=2 examples/image_classification.py           # on one machine
     python -m hop_tf launch --hosts=node1,node2 examples/image_classification.py       # on several, over ssh
 
-Each rank reads and augments its own share of the images. `--synthetic` takes generated images, and downloads nothing.
+Each rank reads and augments its own share of the images. `--synthetic` uses generated images, and downloads nothing.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def convolution(x, filters, size, stride=1):
 
 
 def residual_block(x, filters, stride):
-    """Two convolutions, and a way around them."""
+    """Two convolutions, and a skip connection."""
     y = layers.ReLU()(convolution(x, filters, 3, stride))
     y = convolution(y, filters, 3)
     return layers.ReLU()(layers.add([y, x if stride == 1 else convolution(x, filters, 1, stride)]))
@@ -94,5 +94,5 @@ history = model.fit(
     validation_data=validation_data,
     verbose=2 if strategy.is_chief else 0,
 )
-if strategy.is_chief:  # All ranks have the same weights now: one of them saves.
+if strategy.is_chief:  # All ranks have the same weights now, so one of them saves.
     model.save("image_classification.keras")

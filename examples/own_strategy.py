@@ -3,7 +3,7 @@
     python -m hop_tf launch --num_workers=4 examples/own_strategy.py                   # on one machine
     python -m hop_tf launch --hosts=node1,node2:3 examples/own_strategy.py             # on several, over ssh
 
-Each rank trains alone for `period` steps. Then all ranks average what these steps have changed. (Stich. Local SGD
+Each rank trains alone for `period` steps. Then all ranks average the changes of these steps. (Stich. Local SGD
 Converges Fast and Communicates Little. ICLR 2019.)
 """
 
@@ -35,7 +35,7 @@ class LocalSGDStrategy(ExchangeStrategy):
 
 
 class LocalSGD(Algorithm):
-    """The half of it in the training graph, for the variables of one optimizer."""
+    """The strategy's half in the training graph, for the variables of one optimizer."""
 
     def __init__(self, group, period):
         super().__init__(group)
@@ -43,7 +43,7 @@ class LocalSGD(Algorithm):
         self._changes = DeltaTracker(group.variables, group.context.values())
 
     def begin_training(self):
-        self._changes.reset()  # Weights that callbacks have loaded are no change.
+        self._changes.reset()  # Weights that callbacks have loaded do not count as changes.
 
     def before_update(self, values, gradients):
         return gradients  # The rank's own gradients: each makes its own step.

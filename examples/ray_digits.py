@@ -2,11 +2,11 @@
 
     python examples/ray_digits.py --num_workers=2
 
-Ray starts a cluster of this machine alone, or takes the one that this machine belongs to. What differs from a program
-for Ray's own TensorflowTrainer is `tensorflow_config`, the strategy, and the callback.
+Ray starts a cluster on this machine alone, or uses the cluster to which this machine belongs. Only `tensorflow_config`,
+the strategy and the callback differ from a program for Ray's own TensorflowTrainer.
 
-If a worker fails, Ray starts all of them again, and they go on from the last checkpoint. With `--restart=worker` it
-starts that one alone again, and it joins the others, which train on.
+If a worker fails, Ray starts all workers again, and they go on from the last checkpoint. With `--restart=worker`, Ray
+starts only the failed worker again. That worker joins the others, which train on.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def build_model():
 
 def train_loop(config):
     """Trains the model. Ray runs this function on each worker."""
-    keras.utils.set_random_seed(0)  # The same on all ranks: they draw disjoint parts of each shuffled batch.
+    keras.utils.set_random_seed(0)  # The same on all ranks, which take disjoint parts of each shuffled batch.
     x_train, x_test, y_train, y_test = load_data()
 
     options = hop_tf.CommunicationOptions(cluster_token=os.environ["HOP_TF_CLUSTER_TOKEN"])

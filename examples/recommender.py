@@ -3,8 +3,8 @@
     python -m hop_tf launch --num_workers=2 --num_ps=1 examples/recommender.py         # on one machine
     python -m hop_tf launch --hosts=node1,node2 --num_ps=1 examples/recommender.py     # on several, over ssh
 
-The launcher starts this script on the server, too. There it serves where the strategy is made, and ends there.
-`--synthetic` takes generated ratings, and downloads nothing.
+The launcher starts this script on the server, too. There, the script stays in the line that makes the strategy, which
+serves, and ends there. `--synthetic` uses generated ratings, and downloads nothing.
 """
 
 import argparse
@@ -24,7 +24,7 @@ args = parser.parse_args()
 
 URL = "https://files.grouplens.org/datasets/movielens/ml-latest-small.zip"
 
-strategy = hop_tf.SHATParameterServerStrategy()  # A server serves here, and does not go on.
+strategy = hop_tf.SHATParameterServerStrategy()  # A server stays in this line, and ends here.
 keras.utils.set_random_seed(0)
 
 
@@ -44,7 +44,7 @@ def load_ratings():
 
 
 class Recommender(keras.Model):
-    """The rating of a film by a user: how alike their vectors are, and how they rate in general."""
+    """The rating of a film by a user: the similarity of their vectors, plus a bias of each."""
 
     def __init__(self, num_users, num_films, width=16):
         super().__init__()

@@ -2,7 +2,7 @@
 
     HOP_TF_INTERFACES=127.0.0.1,127.0.0.2 python -m hop_tf launch --num_workers=4 examples/several_interfaces.py
 
-On several machines, give each one the addresses of its own interfaces, and start the script there with its TF_CONFIG:
+On several machines, give each machine the addresses of its own interfaces, and its own TF_CONFIG:
 
     HOP_TF_INTERFACES=10.0.0.1,10.1.0.1 TF_CONFIG=... python examples/several_interfaces.py
 
@@ -22,7 +22,7 @@ parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch_size", type=int, default=64, help="of all ranks together")
 args = parser.parse_args()
 
-# Points around the centers of 10 classes. All ranks make the same ones.
+# Points around the centers of 10 classes. All ranks make the same points.
 generator = np.random.default_rng(0)
 y = generator.integers(10, size=2400)
 x = (generator.normal(size=(10, 20))[y] + generator.normal(size=(2400, 20))).astype("float32")

@@ -4,7 +4,7 @@
     python -m hop_tf launch --hosts=node1,node2,node3 examples/slow_worker.py          # on several machines, over ssh
 
 On one machine, `--step_seconds` and `--slowdown` emulate steps of 0.05 seconds, and 0.2 on worker 1. With a backup
-worker, a rank goes on when all of its neighbors but one have sent their weights. A rank that is behind skips steps.
+worker, a rank goes on when all of its neighbors but one have sent their weights. A rank that falls behind skips steps.
 The data are generated.
 """
 
@@ -21,7 +21,7 @@ parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch_size", type=int, default=48, help="of all ranks together")
 args = parser.parse_args()
 
-# Points around the centers of 10 classes. All ranks make the same ones.
+# Points around the centers of 10 classes. All ranks make the same points.
 generator = np.random.default_rng(0)
 y = generator.integers(10, size=2400)
 x = (generator.normal(size=(10, 20))[y] + generator.normal(size=(2400, 20))).astype("float32")

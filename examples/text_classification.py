@@ -3,7 +3,7 @@
     python -m hop_tf launch --num_workers=2 examples/text_classification.py            # on one machine
     python -m hop_tf launch --hosts=node1,node2 examples/text_classification.py        # on several, over ssh
 
-All ranks pass the same arrays to `fit`, which divides every batch among them. `--synthetic` takes generated reviews,
+All ranks pass the same arrays to `fit`, which divides every batch among them. `--synthetic` uses generated reviews,
 and downloads nothing.
 """
 
@@ -21,7 +21,7 @@ parser.add_argument("--batch_size", type=int, default=64, help="of all ranks tog
 parser.add_argument("--synthetic", action="store_true", help="train on generated reviews")
 args = parser.parse_args()
 
-# The number of words, of which the most frequent ones count, and the length of a review.
+# The size of the vocabulary (the most frequent words), and the length of a review in words.
 VOCABULARY, LENGTH = (100, 40) if args.synthetic else (20_000, 200)
 
 keras.utils.set_random_seed(0)
@@ -37,7 +37,7 @@ def synthetic_data(num_rows):
 
 
 def load_data():
-    """Reviews as numbers of words, all of one length, with labels: for training and for validation."""
+    """Reviews as the indices of their words, all of one length, with labels: for training and for validation."""
     if args.synthetic:
         return synthetic_data(768), synthetic_data(128)
     parts = keras.datasets.imdb.load_data(num_words=VOCABULARY)
@@ -45,7 +45,7 @@ def load_data():
 
 
 class TokenAndPositionEmbedding(layers.Layer):
-    """A vector for each word, and one for each place."""
+    """A vector for each word, and one for each position."""
 
     def __init__(self, width):
         super().__init__()
@@ -57,7 +57,7 @@ class TokenAndPositionEmbedding(layers.Layer):
 
 
 def transformer_block(x, width, num_heads):
-    """Attention, and two dense layers, each with a way around it."""
+    """Attention, and two dense layers, each with a skip connection."""
     attention = layers.MultiHeadAttention(num_heads, width // num_heads)(x, x)
     x = layers.LayerNormalization()(layers.add([x, layers.Dropout(0.1)(attention)]))
     y = layers.Dense(width)(layers.Dense(width, activation="relu")(x))
@@ -65,7 +65,7 @@ def transformer_block(x, width, num_heads):
 
 
 def build_model():
-    """One block, the mean over all places, and a decision."""
+    """One block, the mean over all positions, and a decision."""
     inputs = keras.Input((LENGTH,), dtype="int32")
     x = transformer_block(TokenAndPositionEmbedding(32)(inputs), width=32, num_heads=2)
     x = layers.Dense(20, activation="relu")(layers.GlobalAveragePooling1D()(x))

@@ -4,7 +4,7 @@
     python -m hop_tf launch --hosts=node1,node2 examples/time_series.py                # on several, over ssh
 
 The data are generated: the load of a power grid, hour by hour. Under Pipe-SGD, callbacks get the means of metrics over
-all ranks. So `EarlyStopping` and `ReduceLROnPlateau` need nothing more.
+all ranks. So `EarlyStopping` and `ReduceLROnPlateau` decide alike on all ranks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ PAST, FUTURE = 48, 24  # Hours that the network sees, and forecasts.
 
 keras.utils.set_random_seed(0)
 
-# Days and weeks, and noise that lasts for some hours. All ranks make the same values.
+# Daily and weekly cycles, and noise that lasts for some hours. All ranks make the same values.
 hours = np.arange(24 * args.days)
 noise = np.convolve(np.random.default_rng(0).normal(size=len(hours)), np.ones(6) / 6, mode="same")
 load = np.sin(2 * np.pi * hours / 24) + 0.5 * (hours // 24 % 7 < 5) + 0.3 * noise
@@ -32,7 +32,7 @@ load = ((load - load.mean()) / load.std()).astype("float32")
 
 
 def windows(values, shuffle):
-    """Batches of past values, each with the future ones. The seed makes all ranks shuffle alike."""
+    """Batches of past values, each with its future values. The seed makes all ranks shuffle alike."""
     targets = np.lib.stride_tricks.sliding_window_view(values, FUTURE)[PAST:]
     return keras.utils.timeseries_dataset_from_array(
         values[:-FUTURE, np.newaxis], targets, PAST, batch_size=args.batch_size, shuffle=shuffle, seed=0

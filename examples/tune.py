@@ -4,8 +4,8 @@
     python -m hop_tf launch --num_workers=2 examples/tune.py                           # on one machine
     python -m hop_tf launch --hosts=node1,node2 examples/tune.py                       # on several, over ssh
 
-Every rank runs the same search, so it needs the same seed and the same metrics. Under Pipe-SGD, ranks average metrics.
-Each rank has a directory of its own.
+Every rank runs the same search, so all ranks need the same seed and the same metrics. Under Pipe-SGD, ranks average
+metrics. Each rank has a directory of its own.
 """
 
 import argparse
@@ -46,14 +46,14 @@ tuner = keras_tuner.RandomSearch(
     build,
     objective="val_loss",
     max_trials=args.trials,
-    seed=1,  # The same on all ranks: they try the same hyperparameters.
+    seed=1,  # The same on all ranks, so that they try the same hyperparameters.
     directory=f"{args.directory}/rank_{strategy.rank}",
     distribution_strategy=strategy,
 )
 tuner.search(x[:384], y[:384], batch_size=32, epochs=args.epochs, validation_data=(x[384:], y[384:]), verbose=0)
 
 (best,) = tuner.get_best_hyperparameters()
-with strategy.scope():  # Trained anew: ranks have kept weights of their own at the ends of epochs.
+with strategy.scope():  # A new model: at the ends of epochs, each rank has kept weights of its own.
     model = build(best)
 history = model.fit(x, y, batch_size=32, epochs=args.epochs, verbose=0)
 if strategy.is_chief:

@@ -3,8 +3,8 @@
     python examples/emulated_ocean.py examples/two_sites.py                             # on one machine, as root
     python -m hop_tf launch --hosts=tokyo,london examples/two_sites.py                  # on several, over ssh
 
-A rank waits only if the mean of 10 steps has not come 20 steps later. So a step need not take as long as a message and
-its answer. The data are generated.
+A rank waits only if the mean of 10 steps has not arrived 20 steps later. So a step may be shorter than a round trip.
+The data are generated.
 """
 
 import argparse
@@ -20,7 +20,7 @@ parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch_size", type=int, default=32, help="of all ranks together")
 args = parser.parse_args()
 
-# Points around the centers of 10 classes. All ranks make the same ones.
+# Points around the centers of 10 classes. All ranks make the same points.
 generator = np.random.default_rng(0)
 y = generator.integers(10, size=2400)
 x = (generator.normal(size=(10, 20))[y] + generator.normal(size=(2400, 20))).astype("float32")
