@@ -28,11 +28,11 @@ class ClusterConfig(BackendConfig):
 
     - `TF_CONFIG`, with a free port of its node, which is reserved for the worker;
     - HOP_TF_CLUSTER_TOKEN, a secret of this job, for `CommunicationOptions(cluster_token=...)`;
-    - limits of TensorFlow's threads, so that the workers of a node share its cores (Ray sets OMP_NUM_THREADS to the
-      CPUs that a worker asks for, which also limits hop_tf's kernels), and no GPU if the trainer's `ScalingConfig` asks
-      for none. Variables that are already set stay.
+    - limits of TensorFlow's threads, so that the workers of a node share its cores;
+    - no GPU if the trainer's `ScalingConfig` asks for none.
 
-    Unlike Ray's `TensorflowConfig`, it does not set TF_USE_LEGACY_KERAS.
+    Variables that are already set stay. Unlike Ray's `TensorflowConfig`, it does not set TF_USE_LEGACY_KERAS. Ray sets
+    OMP_NUM_THREADS to the CPUs that a worker asks for, which also limits hop_tf's kernels.
 
     Args:
       restart: The workers that Ray starts again when one fails, as often as `ray.train.FailureConfig` allows. "group":
