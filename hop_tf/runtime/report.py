@@ -221,9 +221,9 @@ class _StepState:
           is_final: True if the last step has ended, too: no step is running.
 
         Returns:
-          The first step that is still known. Then a row for each step. It holds the step's number in the session, the
-          time of its start, the time of its gradients (before the start if it has none), the time at which its wait
-          ended, and its waiting time.
+          The first step that is still known. Then a row for each step: its number in the session, and the times of its
+          start, of its gradients and of the end of its wait. The last column is its waiting time. A step without
+          gradients has a time before its start there.
         """
         first, rows = self._read(first)
         if is_final:
