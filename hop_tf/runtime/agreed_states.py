@@ -180,7 +180,7 @@ class AgreedStates:
 
 
 def _may_be_averaged(state: State) -> bool:
-    """True if an optimizer may train the state, unless it is marked, or if ranks average it anyway."""
+    """True if ranks average the state in any case, or if an optimizer may train it and it is not marked."""
     return state.owner is Owner.MEAN or (state.owner is Owner.OWN and state.is_trainable and not state.is_marked)
 
 

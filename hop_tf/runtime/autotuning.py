@@ -520,7 +520,8 @@ class Autotuner:
     def _would_choose_another(self, times: Times) -> bool:
         """True if exchanges have become shorter or longer by far, and another setting is better with such exchanges.
 
-        An encoded exchange may be a small part of a step both before and after a link becomes faster.
+        The times of whole steps may not show that a link has become faster, because an encoded exchange may be a small
+        part of a step before and after that.
         """
         times_as_long = self._times_as_long(times).exchange
         if not _is_by_far(times_as_long):

@@ -61,7 +61,7 @@ class MissedSteps:
         self._offsets = offsets
 
     def _num_batches(self, group: Group, num_updates: int) -> int:
-        """The number of batches of `num_updates` updates: a batch may make several updates, or several batches one."""
+        """The number of batches in `num_updates` updates. A batch may make several, or several batches one."""
         size = gradient_accumulation_steps(group.optimizer())
         num_made = self._num_made // size * size  # Without batches whose accumulated gradients await an update.
         return num_updates * num_made // max(1, int(group.step))

@@ -298,7 +298,7 @@ class Handshake:
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_LATE))
 
     def _is_later(self, peer: Peer, theirs: control_pb2.Hello | control_pb2.HelloReply) -> bool:
-        """True if `theirs` is of a later transport of `peer`'s process than the one that matches this rank's."""
+        """True if `theirs` is from a transport that the peer's process has made after the one that this rank knows."""
         is_same_process = peer.incarnation is not None and process_of(peer.incarnation) == process_of(
             theirs.incarnation
         )

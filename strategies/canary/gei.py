@@ -2,7 +2,7 @@
 
 Colayers, iterations and ranks count from 0. The paper's worker (i) is rank i - 1, whose bit is 2^((i) - 1). The GEI
 matrix has a row vector for each iteration, with an element for each colayer (Figure 16). An element is the sum of the
-bits of all ranks whose gradient was merged on this rank, including its own gradient.
+bits of all ranks whose gradient was merged on this rank, which is one of them.
 
 References:
   Zhou, Wang, Lu, Xu, Sun, Guo. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in

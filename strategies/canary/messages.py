@@ -45,7 +45,7 @@ class MessageKind(enum.IntEnum):
       END: The piece's root has sent out everything, up to this sequence number.
       HEARD: The sender knows this layout. The layout's roots are to announce its end.
       MISSED: The sender has left out some sums of the piece, up to this sequence number: the receiver was silent.
-      ENDING: The sender is about to end. The key has the incarnations of the ranks that it knows (see `ending`).
+      ENDING: The sender is about to end. The key has the incarnations of the ranks that the sender knows.
     """
 
     UP = 0

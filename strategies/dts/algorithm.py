@@ -96,7 +96,7 @@ class DTSAlgorithm(Algorithm):
 
     @property
     def _may_join(self) -> bool:
-        """True if the rule is the same for all values: variables with few values then cost little."""
+        """True if the rule is the same for all values. Small variables can then be joined, so that they cost little."""
         return self._outer_optimizer() is None and self._settings.selection is None
 
     def _make_outer(self) -> OuterOptimizer:
@@ -242,7 +242,10 @@ class DTSAlgorithm(Algorithm):
         """Emits the operations that advance the merged values by a window, before its mean is added."""
 
     def _correct_velocities(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
-        """Emits the operations that add the changes by a mean to the velocities. See `hop_tf.runtime.velocities`."""
+        """Emits the operations that add a mean's changes of the weights to the velocities.
+
+        See `hop_tf.runtime.velocities`.
+        """
 
         def factor_of(momentum: float) -> tf.Tensor:
             with tf.device("/cpu:0"):

@@ -180,7 +180,10 @@ class ShatExchange(Exchange, Joiner):
                 raise error(f"rank {self._membership.rank}: a parameter server has refused a push: {answer.error}")
 
     def _merge(self, request: Request, answers: Answers) -> Result:
-        """Returns the servers' model, each server's weight, and the changes that make non-trainable state its mean."""
+        """Returns the servers' model and the weight of each server.
+
+        In the place of non-trainable state, it returns the servers' mean minus the value that this rank has pushed.
+        """
         buckets = self._packing.take(self._context.pool)  # The servers fill all of it except the metadata.
         self._beside(buckets)[:] = 0
         for shard in self.shards:

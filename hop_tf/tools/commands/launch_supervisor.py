@@ -41,8 +41,8 @@ class Limits:
 class Restarts:
     """Starts failed processes again.
 
-    A parameter server ends by itself when all workers have ended. It is started again if a worker was started after it.
-    This is no failure. A killed worker is no failure either if the others have done their part without it. The
+    A parameter server ends by itself when all workers have ended. It is started again if a worker that runs was started
+    later. This is no failure. A killed worker is no failure either if the others have done their part without it. The
     exception is worker 0, which saves.
 
     Args:

@@ -105,7 +105,7 @@ def read_open_mpi(environ: Mapping[str, str]) -> Place | None:
 def read_pmi(environ: Mapping[str, str]) -> Place | None:
     """The place that a launcher with PMI (MPICH's mpirun, Intel's) or PMIx has given. None without PMI_RANK, PMIX_RANK.
 
-    PMIx does not tell the number of processes in a variable. Then OMPI_COMM_WORLD_SIZE or WORLD_SIZE must have it.
+    PMIx sets no variable to the number of processes. So OMPI_COMM_WORLD_SIZE or WORLD_SIZE must be set to it.
 
     Raises:
       ClusterConfigError: If variables are missing or contradict each other.

@@ -499,7 +499,7 @@ class VirtualCluster:
             self._cuts[pair] = self.scheduler.now
 
     def freeze(self, rank: int, seconds: float, keeps: bool = False) -> None:
-        """Stops the process of a rank for some time, as SIGSTOP does. Must be called as an event.
+        """Stops the process of a rank for some time, as SIGSTOP does. Call it by `Scheduler.call_at`.
 
         Args:
           rank: The rank.
@@ -517,7 +517,7 @@ class VirtualCluster:
                 self.scheduler.call_at(self.scheduler.now + number * look, self._wake_all)
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
-        """Ends the process of a rank now, at any point. Returns False if it had ended. Must be called as an event.
+        """Ends the process of a rank now, at any point. Returns False if it had ended. Call it by `call_at`.
 
         Args:
           rank: The rank.
