@@ -32,8 +32,8 @@ class LowRank:
     `DTSStrategy`, and `CanaryStrategy` with consistency="bsp". The part of a value that factors lose is added to the
     value of the next round.
 
-    Either all ranks or no rank must have the compiled kernels of `hop_tf.ops`. In a mixed job, means may differ in the
-    last bit.
+    The compiled kernels of `hop_tf.ops` must be present on all ranks, or on none. In a mixed job, means may differ in
+    the last bit.
 
     A mean takes two successive all-reduces instead of one, and matrix products on each rank. So `LowRank` is for slow
     links.

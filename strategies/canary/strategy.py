@@ -91,8 +91,8 @@ class CanaryStrategy(ExchangeStrategy):
 
     Args:
       algorithm: "mesh" (each rank sends to all others), "bcube:<alpha>,<beta>" (alpha^beta ranks with `beta`
-        interfaces, each rank sends to beta (alpha - 1) others), "tree:<children>" (few connections, one interface).
-        Only with "bsp": "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp" and three ranks or
+        interfaces, each rank sends to beta (alpha - 1) others), or "tree:<children>" (few connections, one interface).
+        With "bsp" also "ring" (each rank sends to one other). Default "auto": "mesh". With "bsp" and three ranks or
         more, "auto" may also become "ring", or the "bcube:<alpha>,<beta>" that `interfaces` fit. The other algorithm
         must save at least 5 % of a step. With `codecs.LowRank`, or under
         `tf.config.experimental.enable_op_determinism()`, "auto" stays "mesh".

@@ -50,10 +50,10 @@ class DTSStrategy(ExchangeStrategy):
 
     Each rank makes steps of its own optimizer. Its changes in a window of `interval` steps are averaged over all ranks.
     `delay` steps after the window's end, the mean is merged. In trainings of some hundred steps, with the settings of
-    synchronous training, the delay costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs
-    0.5 to 4 points. If each rank has data of other classes, it costs 4 and 7 points, and with `skewed_shards=True` 2
-    and 6. After 2,000 steps, the benchmarks' perceptron and convolutional network lose nothing. The residual network
-    and the transformer, still learning then, lose 1 point with D = 4, p = 4, and 3 with D = 20, p = 12.
+    synchronous training, this costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs 0.5
+    to 4 points. If each rank has data of other classes, it costs 4 and 7 points, and with `skewed_shards=True` 2 and 6.
+    After 2,000 steps, the benchmarks' perceptron and convolutional network lose nothing. The residual network and the
+    transformer, still learning then, lose 1 point with D = 4, p = 4, and 3 with D = 20, p = 12.
 
     Without arguments, ranks choose the delay, the interval, a codec and an algorithm. First, they try each way to
     average, with windows of one step that are merged at once. (A given `interval` or `delay` is used instead.) Then
@@ -143,8 +143,8 @@ class DTSStrategy(ExchangeStrategy):
         second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` need all
         ranks, and raise an error. So does everything before the first step. If the same script is started again as that
         rank, its first `fit` skips the steps that it has missed. It joins the others at the end of a window, when all
-        windows are merged. It then has the merged weights, and another rank's optimizer slots. A restart needs a single
-        optimizer, without `run_eagerly`. Default None: "raise".
+        windows are merged. It then has the merged weights, and another rank's optimizer slots. Joining needs a single
+        optimizer, and no `run_eagerly`. Default None: "raise".
       min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
         fewer, a rank raises `PeerLostError`, because the others may be training on, behind a network cut. Default None:
         more than half of the ranks; 1 if there are two.

@@ -109,7 +109,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         keeps a copy of the last mean for that. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop
         `strategy.reduce` and `gather` need all ranks, and raise an error. So does everything before the first step. If
         the same script is started again as that rank, its first `fit` skips the steps that it has missed. It joins the
-        others between two steps, with their weights, slots and step. A restart needs a single optimizer, without
+        others between two steps, with their weights, slots and step. Joining needs a single optimizer, and no
         `run_eagerly`. With K above 1 and `compensation="none"` the started rank raises an error instead. Default None:
         "raise".
       min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
