@@ -12,8 +12,8 @@ from hop_tf.version import __version__
 if not _os.path.exists(_os.path.join(__path__[0], "strategies", "__init__.py")):
     __path__.append(_os.path.dirname(_os.path.abspath(__path__[0])))
 
-# Public names, each with the module that defines it. They are imported at first use: the launcher, which needs neither
-# TensorFlow nor Keras, starts at once.
+# Public names, each with the module that defines it. The modules are imported at first use, so that the launcher, which
+# needs neither TensorFlow nor Keras, starts at once.
 _PUBLIC = {
     "CanarySession": "hop_tf.strategies.canary.session",
     "CanaryStrategy": "hop_tf.strategies.canary",

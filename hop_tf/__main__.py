@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flush_output() -> None:
-    """Writes the remaining output. If Python flushed a pipe without a reader at exit, the exit code would change."""
+    """Writes the remaining output. Python's own flush at exit would change the exit code if a pipe has no reader."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

@@ -30,8 +30,8 @@ class MetricAverage(keras.callbacks.Callback):
       of steps combine metrics among themselves, with a warning. Data may be of unknown length.
     - No rank waits for a rank that has left or was lost. In the epoch in which a rank is lost, its metrics may count on
       some ranks and not on others.
-    - An epoch in which a rank has made no step does not count. A rank that a callback stops within an epoch ends alone,
-      and keeps its own metrics of that epoch.
+    - If a rank has made no step in an epoch, its training metrics of that epoch do not count. A rank that a callback
+      stops within an epoch ends alone, and keeps its own metrics of that epoch.
     - A restarted process takes no part in the averages of the `fit` that it joins, and gets its own metrics.
 
     Without a strategy of several ranks, the callback does nothing.

@@ -25,7 +25,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Cluster:
     """Addresses of all processes of a job, and this process's place among them.
 
-    Ranks number the training processes. The `chief`, if there is one, is rank 0. The `worker` tasks follow in order, as
+    Each training process has a rank. The `chief`, if there is one, is rank 0. The `worker` tasks follow in order, as
     under `tf.distribute.MultiWorkerMirroredStrategy`.
 
     Attributes:

@@ -40,9 +40,9 @@ class CommunicationOptions:
 
     A peer is *lost* when no message of any kind, not even a heartbeat, has come from it for `timeout_seconds`. This
     covers a killed or frozen process, a cut network and a peer that was never started. Eight round trips to the peer
-    are added, because its heartbeats need them; the sum is at most 2 * `timeout_seconds`. A living peer may deliver
-    nothing for a while, for instance because it evaluates while others train. Ranks wait for such a peer for up to
-    `progress_timeout_seconds`.
+    are added to this time, because heartbeats need them. The sum is at most 2 * `timeout_seconds`. A living peer may
+    deliver nothing for a while, for instance because it evaluates while others train. Ranks wait for such a peer for up
+    to `progress_timeout_seconds`.
 
     Attributes:
       timeout_seconds: Silence after which a peer counts as lost. Default 60.
@@ -97,7 +97,8 @@ class CommunicationOptions:
     report_interval_seconds: float = 5.0
 
     def __post_init__(self):
-        # A sum with a NumPy scalar is a NumPy scalar, too, and a float32 cannot hold the fractions of clock seconds.
+        # Floats of Python: a sum with a NumPy float32 is a float32, too, which cannot hold the fractions of clock
+        # seconds.
         for name in _DURATIONS:  # The limit is centuries; threads cannot wait for longer.
             object.__setattr__(self, name, _checked_number(self, name, "seconds", threading.TIMEOUT_MAX))
         rate = _checked_number(self, "bandwidth_bits_per_second", "bits per second", sys.float_info.max)
@@ -274,7 +275,7 @@ def _check_path(name: str, value: object) -> None:
 
 
 def _check_token(token: object) -> None:
-    """Refuses a value that is no token. The error does not show the value, which may still be the secret."""
+    """Refuses a value that is no token. The error does not show the value, because it may hold the secret."""
     rule = "`cluster_token` must be a non-empty string or None."
     if token is not None and not isinstance(token, str):
         raise TypeError(f"{rule} Received: cluster_token of type {type(token).__name__}.")

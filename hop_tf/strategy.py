@@ -58,13 +58,13 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
       neighbors: Ranks that the scheme exchanges messages with. Default: all.
       skips_steps: For a scheme that may skip training steps (`Result.num_skipped`): a sentence for error texts. It says
         that steps may be skipped, and how users can avoid this. Default "": the scheme skips no steps.
-      continue_without_lost: True if ranks train on when a rank is lost. In `fit` they then share the lost rank's rows.
-        See `Scheme.agrees_on_roster`.
+      continue_without_lost: True if the other ranks continue when a rank is lost. In `fit`, they then share the lost
+        rank's rows. See `Scheme.agrees_on_roster`.
       min_ranks: For `continue_without_lost`: the minimum number of ranks, including this rank, that are neither lost
-        nor failed. With fewer, a rank raises `PeerLostError`: it may have been cut off from others that train on. At
-        most the number of ranks; equal on all ranks. Default None: more than half of the ranks, so that at most one
-        side of a cut network continues. The default is 1 for two ranks, because neither can tell which rank was cut
-        off. It is also 1 with servers, because no rank trains without the servers.
+        nor failed. With fewer, a rank raises `PeerLostError`: the network may have cut it off from other ranks, which
+        continue. At most the number of ranks; equal on all ranks. Default None: more than half of the ranks, so that at
+        most one side of a cut network continues. The default is 1 for two ranks, because neither can tell which rank
+        was cut off. It is also 1 with servers, because no rank trains without the servers.
       patience_seconds: For `continue_without_lost`: silence after which the others leave a rank behind. The rank joins
         the others again when it wakes. At least 0.5, and less than `timeout_seconds`; equal on all ranks. Default None:
         a silent rank is lost after `timeout_seconds`, and raises an error when it wakes.
@@ -120,7 +120,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             check_own_name(cluster.all_addresses, cluster.number, self._options.timeout_seconds)
         devices = find_devices(devices)
         has_others = cluster.world_size > 1 or servers
-        with contextlib.ExitStack() as on_error:  # Closes what is open if something raises.
+        with contextlib.ExitStack() as on_error:  # Closes what is open if an error is raised.
             self._recorder = None
             if has_others:
                 self._recorder = make_recorder(
@@ -152,7 +152,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
             super().__init__(make_extended(self, self.training, devices))
             self._writer = ReportWriter(self.report, self._options, self.rank, self._recorder)
             on_error.callback(self._writer.close)
-            if not servers:  # Servers do not know these settings, and compare the identity too.
+            if not servers:  # Servers compare the identity, too, but do not know these settings.
                 shares_text = describe_batch_shares(batch_shares)
                 identity = {**identity, "min_ranks": str(min_ranks), "batch_shares": shares_text}
                 if continue_without_lost:
@@ -199,7 +199,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train together. `num_replicas_in_sync` counts their devices; within `fit` it is 1."""
+        """Number of ranks that train together. `num_replicas_in_sync` is their number of devices, or 1 within `fit`."""
         return self._cluster.world_size
 
     @property
@@ -225,9 +225,9 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         A state marked by `hop_tf.state` becomes the sum, the maximum or rank 0's value, or stays the rank's own, as its
         mark says. An untrained state without a mark stays the rank's own, too.
 
-        A collective: every rank calls this method, between calls of `fit`. A rank may have made less than 90 % of the
-        steps that others have made in the last training. The weights of such a rank do not count: it gets the weights
-        of the others, and a warning on rank 0 says so.
+        A collective: every rank calls this method, between calls of `fit`. If a rank has made less than 90 % of the
+        other ranks' steps in the last training, its weights do not count. It gets the weights of the others, and rank 0
+        logs a warning.
 
         Under strategies whose ranks have equal optimizer states after `fit` (Pipe-SGD, synchronous Canary, DTS with
         `compensation="momentum"`), these states and the optimizers' numbers of steps are averaged, too. Otherwise the
@@ -367,8 +367,8 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
 
         Another strategy can then be made on the same addresses. It trains when all ranks have made a new strategy.
 
-        Blocks: until all sent messages, and in a custom loop the messages that others count on, have arrived at the
-          ranks that still listen. Messages that take longer than `progress_timeout_seconds` are given up.
+        Blocks: until all sent messages, and in a custom loop the messages that others still need, have arrived at the
+          ranks that still listen. Gives up messages that take longer than `progress_timeout_seconds`.
         """
         self._shut_down(None)
 
@@ -408,7 +408,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         return dataset
 
     def reduce(self, reduce_op, value, axis):
-        """Combines a value of all ranks, as `strategy.run` returns it; see `tf.distribute.Strategy.reduce`.
+        """Combines the ranks' values, as `strategy.run` returns them; see `tf.distribute.Strategy.reduce`.
 
         A collective: all ranks make the same calls in the same order, inside or outside of a tf.function.
 
@@ -425,7 +425,7 @@ class ExchangeStrategy(tf.distribute.Strategy, Scheme):
         Blocks: until all ranks call it.
 
         Raises:
-          ValueError: Under a strategy whose ranks do not wait for each other (`Scheme.in_lock_step`).
+          ValueError: Under a strategy whose ranks do not wait for each other (`Scheme.in_lock_step` is False).
           tf.errors.InvalidArgumentError: If a rank was lost, or has left. The error names the rank.
         """
         return super().reduce(reduce_op, value, axis)
@@ -498,7 +498,7 @@ def _check_json(name: str, value: object) -> None:
 
 
 def _shut_down_at_exit(method: weakref.WeakMethod) -> None:
-    """Shuts a strategy down, with the exception that ends the program. The exception may have ended a custom loop."""
+    """Shuts a strategy down. Passes on the exception that ends the program, because it may have ended a custom loop."""
     shut_down, is_interactive = method(), hasattr(sys, "ps1")  # In an interactive session, `last_value` may be old.
     if shut_down is not None:
         shut_down(None if is_interactive else getattr(sys, "last_value", None))

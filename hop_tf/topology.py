@@ -28,7 +28,7 @@ class Topology:
 
     If all ranks have the same number of in-neighbors, all weights are 1 / (number of in-neighbors + 1), Equation 1. An
     undirected graph with different degrees d gets Metropolis-Hastings weights (Xiao, Boyd), which keep W doubly
-    stochastic: 1 / (1 + max(d_i, d_j)) for an edge, and the rest to 1 for the rank itself.
+    stochastic: 1 / (1 + max(d_i, d_j)) for an edge, and the remainder for the rank itself.
 
     When rank d departs, rank i counts its own parameters in place of d's, with the weight W[d, i]. Columns still sum to
     1; row i sums to 1 - W[i, d] + W[d, i]. If W is symmetric, as for all undirected graphs here, W stays doubly
@@ -37,7 +37,8 @@ class Topology:
 
     Args:
       mixing_matrix: Array [n, n] of finite, non-negative values; [j, i] is the weight of rank j's parameters at rank i.
-        Positive on the diagonal; columns and rows sum to 1 within 1e-6. Positive entries are the edges. It is copied.
+        Positive on the diagonal; columns and rows sum to 1 within 1e-6. Positive entries are the edges. The array is
+        copied.
       name: The name that `repr` shows.
 
     Raises:
@@ -261,7 +262,7 @@ class Topology:
         return float(moduli[-1] - moduli[-2]) if self.world_size > 1 else 1.0
 
     def max_iteration_gap_bound(self, i: int, j: int, max_iteration_gap: int) -> int:
-        """The bound on the steps that rank i can be ahead of rank j in standard training with token queues: Theorem 2.
+        """The maximum lead, in steps, of rank i over rank j in standard training with token queues: Theorem 2.
 
         min(length(Path_j->i), max_iteration_gap * length(Path_i->j)); `max_iteration_gap`, max_ig, is at least 1.
         """

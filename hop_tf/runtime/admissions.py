@@ -4,11 +4,11 @@ All ranks have to include a newcomer from the same step on. They agree on this s
 anyway. With the values of a step, each rank sends the newcomers that it knows:
 
     votes[0, r] = i        if rank r is present as incarnation i and takes no part yet, otherwise 0
-    votes[1, r] = i^2      in this case, otherwise 0; but -1 if r is the sender: so the mean tells whose values it has
+    votes[1, r] = i^2      in this case, otherwise 0; but -1 if r is the sender, to show whose values are in the mean
 
 In the mean over the ranks, (mean of i)^2 equals the mean of i^2 only if all ranks have sent the same i. The mean of a
-step is equal on all ranks, even if one is lost meanwhile. So all ranks decide the same, before they begin the next
-step. The newcomer's first step is a later one, before which it takes over the state.
+step is equal on all ranks, even if one is lost meanwhile. So all ranks make the same decision before they begin the
+next step. The newcomer takes over the state before its first step, which is a later one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Admissions:
       first_round: Returns the number of a step's first round. Default: the step.
 
     Attributes:
-      own_first_step: First step of this rank, if it was started again; None until another rank has sent it.
+      own_first_step: First step of this rank, if it was started again; None until another rank has sent this number.
     """
 
     def __init__(
@@ -115,11 +115,12 @@ class Admissions:
         Args:
           mean: The mean of the votes of `step`.
           step: The step, or the first step of a round of several steps.
-          first_step: Chooses the first step of admitted ranks, unless other newcomers are to begin after `step` anyway.
+          first_step: Returns the first step of admitted ranks. Not called if other newcomers begin after `step` anyway:
+            their first step is then used.
 
         Returns:
-          Two rows. The first has, for each admitted rank, the number of steps from `step` to its first; 0 for others.
-          The second has 1 for each rank whose values are in the mean, 0 for others.
+          Two rows. The first has, for each admitted rank, the number of steps from `step` to its first step; 0 for
+          others. The second has 1 for each rank whose values are in the mean, 0 for others.
         """
         of_ranks, of_squares = mean.reshape(2, -1).astype(np.float64)
         num_ranks = len(of_ranks)
@@ -226,7 +227,7 @@ class LockStepJoiner(Joiner):
 
     @abc.abstractmethod
     def take_common_state(self, parts: Sequence[np.ndarray]) -> None:
-        """Takes over another rank's `common_state`, as bytes. `begin_at` follows."""
+        """Takes over another rank's `common_state`, as bytes. `begin_at` is called next."""
 
 
 def find_spec(specs: Sequence[TensorSpec]) -> int | None:

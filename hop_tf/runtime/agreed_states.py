@@ -38,7 +38,7 @@ class AgreedStates:
         self._trained: dict[int, weakref.ref[tf.Variable]] = {}
 
     def begin(self, states: Iterable[State], *, trained: Iterable[tf.Variable] = (), joins: bool = False) -> None:
-        """Begins new sums, which are equal on all ranks now. Called outside of graphs.
+        """Begins new sums, whose present values are equal on all ranks. Called outside of graphs.
 
         Args:
           states: All states of a model.
@@ -88,7 +88,7 @@ class AgreedStates:
     ) -> Iterator[list[tf.Variable]]:
         """Yields the variables that `synchronize` averages. A collective.
 
-        The first list has variables that all ranks know to be averaged: an optimizer may train them, or ranks always
+        The first list has the variables that every rank knows to average: an optimizer may train them, or ranks always
         average them. The second list has the other variables that an optimizer of any rank has trained. They are frozen
         now, or marked.
 
@@ -120,8 +120,9 @@ class AgreedStates:
 
         Args:
           states: All states of a model, the same on all ranks.
-          share: Takes this rank's bytes, and returns each rank's, in the order of ranks. It is not called without
-            agreed states. It is called twice if ranks know different contributions of a rank that does not take part.
+          share: A function of this rank's bytes, which returns each rank's bytes, in the order of ranks. It is not
+            called without agreed states. It is called twice if ranks know different contributions of a rank that does
+            not take part.
 
         Raises:
           MismatchError: If another rank has other states.
@@ -151,7 +152,7 @@ class AgreedStates:
         return parts
 
     def _share_missing(self, sums: Sequence[Sum], names: Sequence[str], versions: Sequence[list], share) -> None:
-        """Shares the contributions that only some ranks know: of lost ranks, and of ranks in a longer epoch."""
+        """Shares the contributions that only some ranks know: those of lost ranks, and of ranks in a longer epoch."""
         lacking = [missing([of_rank[i] for of_rank in versions], names) for i in range(len(sums))]
         if not any(lacking):
             return

@@ -93,14 +93,14 @@ class Algorithm(GraphState, abc.ABC):
         return ()
 
     def watched(self) -> Sequence[tf.Variable]:
-        """The variables for which the algorithm has to know if the program assigns them.
+        """The variables whose assignments by the program the algorithm has to detect.
 
         Used if `Scheme.takes_assignments` is False, or `hears_of_assignments` is True.
         """
         return self.group.trained
 
     def makes_way(self) -> bool:
-        """True if assigned weights count from now on. An algorithm that may keep a second copy of them then keeps none.
+        """True if assigned weights count from now on, because the algorithm then keeps no second copy of them.
 
         Called when the program assigns weights of the group: before the update, after it, or between two steps of
         `fit`. Also called for each custom loop.
@@ -142,11 +142,11 @@ class Scheme(abc.ABC):
       mixes_weights: True if the scheme itself changes weights, for instance by averaging those of all ranks. False if
         ranks average gradients only.
       keeps_assignments: True if values that a step assigns to weights after the optimizer's update stay. False if the
-        scheme makes updates again, or makes them elsewhere.
+        scheme repeats updates later, or makes them elsewhere, such as on a server.
       takes_assignments: True if weights that a program assigns before the update, or between two steps, count. False if
         a second copy of the weights overwrites them.
-      hears_of_assignments: True if algorithms hear of assignments between two steps although these count anyway
-        (`Algorithm.note_assigned`, and in custom loops `take_assigned`).
+      hears_of_assignments: True if algorithms are told about assignments between two steps (by
+        `Algorithm.note_assigned`, and in custom loops by `take_assigned`), even though such assignments count.
       takes_between_epochs: True if weights that callbacks assign between two epochs of `fit` count, even if
         `takes_assignments` is False.
       in_lock_step: True if each rank waits for all others anyway, so that it may also wait in `strategy.reduce`.

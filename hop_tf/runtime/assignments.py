@@ -42,7 +42,7 @@ class Assignments:
             trace.reads_before_decay = not in_fit and not self._scheme.takes_assignments
 
     def note_created(self, variable: tf.Variable) -> None:
-        """Called when a variable was created in the scope that an optimizer may train."""
+        """Called when a variable that an optimizer may train was created in the scope."""
         if self._watch is not None:
             self._watch.listen([variable])
 
@@ -64,7 +64,7 @@ class Assignments:
         self._is_between_epochs = True
 
     def end_epoch(self) -> None:
-        """Keeps the weights' values before callbacks may assign them, unless the scheme takes such assignments.
+        """Remembers the weights' values before callbacks may assign them, unless the scheme takes such assignments.
 
         Called before the scheme merges updates in flight, also if a callback evaluates the model within an epoch.
         Callbacks may evaluate again between two epochs. `leave_epoch_end` then checks their assignments.

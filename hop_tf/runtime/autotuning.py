@@ -10,16 +10,16 @@ mean covers a round of p steps, and K may determine p. A step of a candidate tak
     K = 1       computing + communicating / p            (Pipe-SGD, Equation 2)
     K >= 2      max(computing, communicating / p)        (Equation 4)
 
-A candidate that changes training more than another one must save `WORTHWHILE` of the other one's step. Between two
-widths above the least, the larger one has to save less, so that communication is hidden.
+A candidate that changes training more than another one must save `WORTHWHILE` of the other one's step. If both
+candidates have a width above the least one, a smaller saving is enough, so that communication is hidden.
 
     exploring   Ranks try each way for a few steps at the least width. If communicating is short, they try only the
                 first way. Before ranks choose a candidate other than the first, they try the first one again, because
                 programs are slower at their beginning. They leave this out if the first one is slower by far.
-    settled     Ranks keep their choice until its times differ for two blocks of steps, or until other ranks take part.
-                Then they explore again. If no graph has to be traced, and times do not differ by far, ranks choose
-                another width by known times. If a larger width promises enough, ranks try it for a few steps, once
-                it would have saved the time that tracing its graph takes.
+    settled     Ranks keep their choice until its times have changed in two blocks of steps, or until other ranks take
+                part. Then they explore again. But if no graph has to be traced, and the change is small, ranks choose
+                another width by known times. If a larger width promises enough, ranks try it for a few steps. They do
+                so when it would have saved the time for tracing its graph.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from hop_tf.runtime.choosing import WORTHWHILE, choose
 from hop_tf.runtime.ways import Way
 from hop_tf.tensors.packing import TensorSpec
 
-# A candidate that takes less than this share of another one's step is faster by far.
+# A candidate is faster by far if its step takes less than this share of another candidate's step.
 _MUCH_FASTER = 0.5
 # The cost of a wider pipe, as a multiple of the first step of a program after its gradients are traced.
 _TIMES_TRACING = 3
-# A relative change of a step's times that may change the choice, and a factor between exchanges that may do so, too.
+# Differences that may change the choice: a relative change of a step's times, and a factor between times of exchanges.
 _CHANGE = 0.2
 _BY_FAR = 1.7
 _NEGLIGIBLE = 0.01
 # Steps of a session that exploring may take: a number of steps, plus a share of all steps.
 _FREE_STEPS, _SHARE_OF_STEPS = 100, 0.01
-# A table with a column for each rank. The rows: its two times, its state (one of the next two constants, or 0), and 1 +
-# the index of its chosen setting, or 0.
+# A table with a column for each rank. The rows are the rank's two times, its state (one of the next two constants, or
+# 0), and 1 + the index of its chosen setting, or 0.
 _SPEC_NAME = "hop_tf_times"
 _IS_NARROW, _IS_LATE = 1, 2
 _LEAST_SECONDS = 1e-9  # A period of 0 stands for a rank that takes no part.
@@ -100,7 +100,7 @@ def _one_step(width: int) -> int:
 
 
 class Autotuner:
-    """See above. Each exchange has its own, and only its communication thread calls it.
+    """Chooses the settings of one exchange: see the module. Only the exchange's communication thread calls it.
 
     Args:
       ways: The ways, beginning with the one that changes training least.
@@ -110,9 +110,9 @@ class Autotuner:
       tell: Called with a way, a width, and a text about the duration of their step, when ranks have changed their
         choice.
       pace: The numbers of steps to measure.
-      interval_of: Returns the steps of a round, for each width. Default: one.
+      interval_of: Returns the number of steps of a round with a width. Default: one.
       name_of: Returns a width in words. Default: "K = 2".
-      traces: True if another width takes another graph, which has to be traced. Default True.
+      traces: True if another width needs another graph, which has to be traced. Default True.
 
     Attributes:
       setting: The setting of the next step.
@@ -156,7 +156,7 @@ class Autotuner:
         return next((index for index, spec in enumerate(specs) if spec.name == _SPEC_NAME), None)
 
     def begin(self, width: int) -> None:
-        """Begins a session. Its first step brings the first rank's choice of the previous session to all ranks.
+        """Begins a session. In its first step, all ranks adopt the first rank's choice of the previous session.
 
         Args:
           width: The width of this rank's graph. It may differ between ranks. The way does not.
@@ -194,7 +194,7 @@ class Autotuner:
         self._measured: list[Times] = []
 
     def own(self, times: Times, is_late: bool = False) -> np.ndarray:
-        """Returns the table that this rank sends beside a step: its own column, and zeros.
+        """Returns the table that this rank sends with a step's values: its own column, and zeros.
 
         Args:
           times: The times of the previous step.
@@ -242,11 +242,11 @@ class Autotuner:
             self._look()
 
     def _times(self, of_ranks: Sequence[Times]) -> Times:
-        """The times of a step, from the ranks' times divided by their number.
+        """The times of a step, computed from the ranks' times, each divided by the number of ranks.
 
-        If ranks wait for the exchange, the slowest rank decides the duration of the rest of the step. The duration of
-        its own exchange does not show that, because the values of the others may have arrived before. With two ranks,
-        this happens in turns.
+        If ranks wait for the exchange, the slowest rank decides the duration of the rest of the step. That rank's own
+        exchange looks short, because the values of the others may have arrived before. With two ranks, this happens to
+        each in turn.
         """
         period = sum(times.period for times in of_ranks)
         if self.setting.width > 1:
@@ -267,7 +267,7 @@ class Autotuner:
 
     def _change_ranks(self, present: list[int], settled: int) -> None:
         is_first, self._present = self._present is None, present
-        self._results, self._least = {}, {}  # Not all ranks have the same.
+        self._results, self._least = {}, {}  # Ranks may have different ones.
         if is_first:
             self._settled = self._settings[settled - 1] if settled else None
         if is_first and settled:
@@ -276,7 +276,7 @@ class Autotuner:
             self._explore()
 
     def _look(self) -> None:
-        """Called after a measurement. Continues if there are enough measurements."""
+        """Called after a measurement. Goes on to the next decision if there are enough measurements."""
         if self._is_exploring:
             if len(self._measured) >= self._num_rounds(self._num_to_measure(), at_least=1):
                 self._note_results()
@@ -287,8 +287,8 @@ class Autotuner:
     def _num_to_measure(self) -> int:
         """Returns the number of steps of this candidate to measure.
 
-        One step may be enough to see that the first candidate is slower by far. If ranks would keep it, they measure
-        all steps, at no cost.
+        One step may be enough to see that the first candidate is slower by far. If ranks would keep the first
+        candidate, they measure all steps, at no cost.
         """
         number = self._pace.measured
         is_first = not self._results
@@ -321,7 +321,7 @@ class Autotuner:
     # Exploring.
 
     def _explore(self) -> None:
-        """Begins to explore, unless ranks have done so too often."""
+        """Begins to explore, unless exploring has already taken too many steps."""
         if self._num_explored >= _FREE_STEPS + _SHARE_OF_STEPS * self._num_steps:
             self._settle(self._settled or self._settings[0])
         else:
@@ -379,8 +379,8 @@ class Autotuner:
         """The next way to try, at the least width, or None.
 
         First, ranks try codecs with one algorithm, beginning with the codec that sends the least. They leave out a
-        codec that would take longer even if only bytes took time. They try further algorithms unless another codec was
-        faster by far.
+        codec that would be too slow even if its exchange became shorter in proportion to its bytes. They try further
+        algorithms unless another codec was faster by far.
         """
         narrow = [Setting(way, self._widths[0]) for way in range(len(self.ways))]
         tried = [each for each in narrow if each in self._results]
@@ -400,8 +400,8 @@ class Autotuner:
     def _is_too_long(self, setting: Setting, tried: Sequence[Setting]) -> bool:
         """True if a codec that was not tried yet cannot be chosen with any width, because its bytes take too long.
 
-        Compared with the first way, an exchange shortens at most in proportion to its bytes. Another algorithm may be
-        faster, but not by far.
+        Compared with the first way, an exchange becomes shorter at most in proportion to its bytes. Another algorithm
+        may be faster, but not by far.
         """
         way, first = self.ways[setting.way], self.ways[0]
         period, exchange = self._results[self._settings[0]]
@@ -426,14 +426,14 @@ class Autotuner:
         self._begin_measuring(setting)
 
     def _has_to_hide(self, times: Times) -> bool:
-        """True if communication that is shorter than with the first candidate may save `WORTHWHILE` of a step."""
+        """True if shorter communication than the first candidate's may save `WORTHWHILE` of a step."""
         width = self._widths[0]
         interval = self._interval_of(width)
         hides_all = width > 1 and width - 1 >= interval  # The next exchange begins when it is due.
         return times.exchange / interval / times.period > (1 - WORTHWHILE if hides_all else WORTHWHILE)
 
     def _is_much_faster(self, setting: Setting, other: Setting) -> bool:
-        """True if `other` is slower by far, even if ranks tried it at the beginning of the program."""
+        """True if `other` is slower by far, even if ranks tried `other` at the beginning of the program."""
         return self._seconds(setting) < _MUCH_FASTER * self._seconds(other, self._least)
 
     def _seconds(self, setting: Setting, results: Mapping[Setting, Times] | None = None) -> float:
@@ -455,7 +455,7 @@ class Autotuner:
 
         if setting.width == 1:
             return predicted(setting)
-        # A wide pipe takes longer than its model says, because it makes further updates, or if processors are busy.
+        # A wide pipe may take longer than the model predicts: it makes further updates, and processors may be busy.
         wide = [each for each in results if each.width > 1]
         return predicted(setting) + max([0.0, *(results[each].period - predicted(each) for each in wide)])
 

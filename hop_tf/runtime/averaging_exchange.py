@@ -127,7 +127,7 @@ class AveragingExchange(Exchange, LockStepJoiner):
             means[bucket][where] = decided.ravel()
 
     def choose_meeting(self, number: int) -> int:
-        """The step before which all ranks meet the newcomers that they admit by the mean of this number."""
+        """The step before which all ranks meet the newcomers that the mean with this number admits."""
         return self.steps_of(number).start + self._lead
 
     def _takes_part(self, rank: int, number: int) -> bool:

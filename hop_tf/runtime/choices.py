@@ -19,14 +19,14 @@ class Choosable(Protocol):
     """Settings, some of which ranks may choose."""
 
     def without_times(self) -> Choosable:
-        """The settings that ranks begin with, fixed."""
+        """These settings, fixed to those that ranks begin with."""
 
 
 _Settings = TypeVar("_Settings", bound=Choosable)
 
 
 def settings_to_use(given: _Settings) -> _Settings:
-    """Returns the settings of a new strategy: under op determinism, those that ranks begin with."""
+    """Returns the settings of a new strategy. Under op determinism, these are fixed to those that ranks begin with."""
     return given.without_times() if is_deterministic() else given
 
 

@@ -37,10 +37,10 @@ def choose(
     Args:
       candidates: The candidates. Those that change training least come first.
       seconds: The duration of a candidate's step.
-      change: The change of training by a candidate. If two candidates have the same, the later one has to be faster by
-        `RESOLUTION`, otherwise by `WORTHWHILE`.
+      change: Returns a value that stands for a candidate's change of training. If two candidates have equal values, the
+        later one has to be faster by `RESOLUTION`, otherwise by `WORTHWHILE`.
       least_seconds: The least duration of a candidate's step, if durations vary. Later candidates have to be faster
-        than that. Default: `seconds`.
+        than this duration. Default: `seconds`.
     """
     least_seconds = least_seconds or seconds
     best = candidates[0]

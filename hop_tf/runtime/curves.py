@@ -326,7 +326,7 @@ class Curves:
 
         Returns:
           A point for each curve. The first report is relative to zero. If no step was made since the last report, there
-          are no rates, and the next report has the increases of both.
+          are no rates. The rates of the next report then cover both intervals.
         """
         values = dict(self._values(report))
         if report["steps"] != self._last.get("steps", 0):

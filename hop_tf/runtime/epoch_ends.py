@@ -137,7 +137,7 @@ class EpochEnds:
 
         Args:
           logs: This rank's metrics.
-          num_steps: Number of steps of the epoch, by Keras's count: each execution of several steps counts as full.
+          num_steps: Number of steps of the epoch, by Keras's count: each execution of several steps counts in full.
           weight: This rank's weight in means.
           has_step: False if all steps were skipped. This rank's training metrics then do not count.
         """

@@ -28,10 +28,10 @@ class Request:
 class Result:
     """The answer to a `Request` of the same step. The graph gets results in the order of the requests.
 
-    The segment is that of the `Request`, or a further one, which has results only. `Exchange.parts` has the packing of
-    its buckets. TensorFlow takes over the arrays: do not modify them afterwards. The rank skips the next `num_skipped`
-    training steps. The next `Request` belongs to the step after them. The last `num_dropped` segments of the step were
-    dropped: their values were not sent.
+    The segment is that of the `Request`, or a further segment, which has a result but no request. `Exchange.parts` has
+    the packing of its buckets. TensorFlow takes over the arrays: do not modify them afterwards. The rank skips the next
+    `num_skipped` training steps. The next `Request` belongs to the step after them. The last `num_dropped` segments of
+    the step were dropped: their values were not sent.
     """
 
     step: int
@@ -58,19 +58,19 @@ class Exchange(abc.ABC):
     parts: Sequence[Packing] = ()
 
     def steps_of(self, number: int) -> range:
-        """The training steps that are submitted with `Request.step` equal to `number`. Default: that step."""
+        """The training steps that are submitted with `Request.step` equal to `number`. Default: the step `number`."""
         return range(number, number + 1)
 
     def number_of(self, step: int) -> int:
-        """The `Request.step` that a training step is, or will be, a part of. Default: the same number."""
+        """The `Request.step` of the request that submits, or will submit, a training step. Default: `step`."""
         return step
 
     @abc.abstractmethod
     def reset(self, session: int) -> None:
-        """Forgets everything and prepares for step 0 of `session`. Other ranks may send as soon as it has returned."""
+        """Forgets everything and prepares for step 0 of `session`. Other ranks may send as soon as this returns."""
 
     def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
-        """Emits the ops that shorten the graph's values, on their device. Default: none.
+        """Emits the ops that encode the graph's values, on their device. Default: values are not encoded.
 
         Args:
           segment: The segment.

@@ -27,7 +27,8 @@ from hop_tf.tensors.fifo import dequeue, enqueue_arrays
 from hop_tf.tensors.host import on_host, runs_on_host
 from hop_tf.tensors.packing import Packing
 
-# Segments that are no part of a step: a restarted rank asks for the others' position, or synchronous ranks meet it.
+# Segments that are no part of a step: a restarted rank asks for the others' position; synchronous ranks meet such a
+# rank.
 CATCH_UP, MEETING = -1, -2
 
 # The types of the numbers of a `Result`.
@@ -117,8 +118,9 @@ class ExchangeRunner:
           step: int64 scalar.
           segment: Index of the segment.
           buckets: One flat tensor per bucket of the packing, or the outputs of `Exchange.emit_encode`.
-          are_finite: bool scalar, true if the values are finite; None if they are. It travels with the values: an
-            operation with a side effect that checks it here would have to wait for other such operations of the step.
+          are_finite: bool scalar, true if the values are finite; None if they always are. This flag travels with the
+            values, because an operation that checks it here would have a side effect. Such operations wait for each
+            other within a step.
 
         Returns:
           The op. It blocks its step, not the process, while an earlier step is not taken yet.
@@ -139,8 +141,8 @@ class ExchangeRunner:
 
         Returns:
           One flat tensor per bucket, and int64 scalars `Result.num_skipped` and `Result.num_dropped`. Operations that
-          use them wait until the scheme has the result. All but `num_dropped`, which few use, fail if the scheme
-          failed.
+          use them wait until the scheme has the result. If the scheme failed, taking any of them but `num_dropped`
+          fails.
 
         Raises:
           tf.errors.InvalidArgumentError: When executed, if the scheme failed. The text is the failure's.

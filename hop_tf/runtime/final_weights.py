@@ -25,7 +25,8 @@ class FinalWeights:
     """Detects weights that callbacks have changed in `on_train_end`. Synchronous ranks average these weights.
 
     A callback keeps the weights that its rank held at the end of an epoch. If ranks hold different weights within
-    `fit`, as under DTS, each rank would end with its own. A merge at the end of that epoch would have given their mean.
+    `fit`, as under DTS, each rank would end with its own weights. A merge at the end of that epoch would have given the
+    mean of these weights.
 
     Args:
       callbacks: As `fit` takes them.
@@ -45,7 +46,7 @@ class FinalWeights:
         return _CLAIM in owners
 
     def note(self, variables: Sequence[tf.Variable]) -> None:
-        """Keeps references to the weights that the strategy leaves, until a few callbacks have run."""
+        """Keeps the weights as the strategy leaves them, until a few callbacks have run."""
         self._variables = [variable for variable in variables if variable.dtype.is_floating]
         self._values = [variable.read_value() for variable in self._variables]
 
@@ -68,7 +69,7 @@ class FinalWeights:
     def agree(self, membership: Membership, num_steps: int, collectives: RankCollectives) -> None:
         """Averages the weights over the ranks, if callbacks have changed those of any rank. A collective, after `fit`.
 
-        A rank that has ended early waits for the others here. It has left the session, so that they continue without
+        A rank that has ended early waits for the others here. It has left the session, so the others continue without
         it.
 
         Args:

@@ -71,17 +71,17 @@ class FitLoop(TrainingHooks):
       skips_steps: See `ExchangeStrategy`.
       joins_at_once: See `ExchangeStrategy`.
       write_report: Called when a `fit` has ended, even by an error.
-      shares: The part of a batch that each rank takes. Default: equal parts, and ranks do not weigh by rows.
+      shares: The part of a batch that each rank takes. Default: equal parts, and rows are not counted as weights.
       roster: The ranks that share each batch, if others take over the rows of a lost rank. Default: all ranks share it.
       may_fall_behind: True if the others may continue without this rank, and let it join them again. Default False.
       plugins: Tools that take part. Default: none.
       num_devices: Number of devices of this rank. Default 1.
-      recorder: Records steps. Default: nothing does.
-      profiler: Profiles some steps. Default: nothing does.
+      recorder: Records steps. Default: steps are not recorded.
+      profiler: Profiles some steps. Default: steps are not profiled.
 
     Attributes:
-      runtime: This rank among the others; None for a single rank without servers, whose steps stay as they are.
-      data: Shares the training data among ranks.
+      runtime: This rank's runtime; None for a single rank without servers, whose steps stay as they are.
+      data: Divides the training data among ranks.
       states: The states of programs that ranks agree on.
       statistics: Steps and waiting times.
       shares: The part of a batch that each rank takes; None if all parts are equal.
@@ -274,7 +274,7 @@ class FitLoop(TrainingHooks):
             self.runtime.end_session(None)
 
     def settle_sums(self) -> None:
-        """Adds the changes by steps of a custom loop to the sums. If no step has run, assigned sums start again."""
+        """Adds the changes by a custom loop's steps to the sums. If no step has run, assigned sums start again."""
         num_steps = self.statistics.counters()["steps"]
         if self.runtime.in_session and num_steps != self._settled_at:
             self.states.count_own()
@@ -391,7 +391,7 @@ class FitLoop(TrainingHooks):
         return (before, tuple(algorithm.graph_key() for algorithm in algorithms)) if any(have_changed) else None
 
     def begin_batch(self) -> None:
-        """See `StepRecords`. Steps weigh by the shares of the present ranks, which share the batch."""
+        """See `StepRecords`. The weights of a step follow the shares of the present ranks, which divide the batch."""
         if not self.is_behind:
             self._assignments.begin_batch()
         if self.shares is not None:
@@ -495,7 +495,7 @@ class FitLoop(TrainingHooks):
 
     @property
     def input_context(self) -> tf.distribute.InputContext:
-        """This rank among the input pipelines of `distribute_datasets_from_function`."""
+        """This rank's input context, for `distribute_datasets_from_function`."""
         return _InputContext(
             shares=self.shares,
             num_input_pipelines=self._world_size,
@@ -633,7 +633,7 @@ class FitLoop(TrainingHooks):
             self._assignments.note_created(variable)
 
     def refuse_update(self, optimizer) -> None:
-        """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
+        """Raises ValueError for an update outside of `strategy.run`: the custom loop would train this rank alone."""
         if self.runtime is not None:
             refuse_update(self._scheme, optimizer)
 

@@ -24,7 +24,7 @@ from hop_tf.tensors.packing import TensorSpec
 class GradientExchange(AveragingExchange):
     """Averages gradients, segment by segment. Changes of carried variables, and the learning rate, travel with them.
 
-    If ranks have slices of different sizes, each sends its gradients times its number of rows, and this number in
+    If ranks have slices of different sizes, each sends its gradients times its number of rows, and sends this number in
     segment 0:
 
         mean = (sum of rows[r] gradient[r] over r) / (sum of rows[r] over r)
@@ -43,8 +43,8 @@ class GradientExchange(AveragingExchange):
       ways: The ways to average gradients. Several need `Autotuner.spec`.
       widths: See `Autotuner`. Default: 1 only.
       tell: See `Autotuner`. Default: does nothing.
-      adopts_rate: True if the first rank's learning rate can replace a rank's own. Default: True if there is no weight
-        decay, which would already have used the rank's own rate. Always False if the rate has a schedule.
+      adopts_rate: True if the first rank's learning rate can replace a rank's own. Default: True without weight decay,
+        because decay uses the rank's own rate before the rate is replaced. Always False if the rate has a schedule.
       delay: Number of steps by which a mean is applied late. Default 0.
 
     Attributes:
@@ -52,7 +52,7 @@ class GradientExchange(AveragingExchange):
       members: For each segment, the indices of its variables.
       parts: For each segment, the packing of its variables.
       tuner: Chooses a way and a width for each step; None if there is no choice.
-      width: K, as the graph has it.
+      width: The width K of the graph.
       weighs_rows: True if ranks count in proportion to their rows.
       pace: See `Autotuner`.
     """
@@ -168,7 +168,7 @@ class GradientExchange(AveragingExchange):
         return self.tuner is not None and self.tuner.setting.width != self.width
 
     def chosen_width(self, step: int) -> int:
-        """K as ranks have chosen it by the mean of that step. Equal on all ranks, and not changed by later choices."""
+        """The width K that ranks have chosen by the mean of `step`. Equal on all ranks, also after later choices."""
         return next(width for at, width in reversed(self.chosen_widths) if at <= step)
 
     def _begin_timing(self) -> None:
@@ -187,7 +187,7 @@ class GradientExchange(AveragingExchange):
         return {} if self.tuner is None else {"pipeline_width": self.tuner.setting.width, **self.tuner.gauges()}
 
     def _begin_segment(self, segment: int) -> float:
-        """For the first segment, ends the previous step and applies the chosen way. Returns the time."""
+        """For the first segment, ends the previous step and applies the chosen way. Returns the present time."""
         now = self._clock()
         if segment == 0:
             self._times = Times(now - self._step_begun_at, self._exchange_seconds)
@@ -225,7 +225,7 @@ def _find_rows(specs: Sequence[TensorSpec]) -> int | None:
 
 
 def with_rows_first(members: Sequence[list[int]], specs: Sequence[TensorSpec]) -> list[list[int]]:
-    """The segments, with the ranks' rows in the first one, if rows travel. All segments are divided by their sum."""
+    """The segments, with the rows in the first one, if rows travel. Their sum divides the means of all segments."""
     rows = _find_rows(specs)
     if rows is None:
         return list(members)

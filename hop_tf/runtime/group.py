@@ -42,7 +42,7 @@ class ExchangeContext:
 
     Attributes:
       group: Name of the exchange group, equal on all ranks; part of its queues' names.
-      session: The running session, which has the group's step 0.
+      session: The running session, in which the group makes its step 0.
       packing: The buckets.
       membership: Waiting, departures, and the transport.
       pool: Provides large arrays.
@@ -234,14 +234,14 @@ class Group:
         return buckets, num_skipped
 
     def take_with_drops(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """As `take`, and how many of the step's last segments were dropped: see `ExchangeRunner.collect`."""
+        """As `take`, and the number of the step's last segments that were dropped: see `ExchangeRunner.collect`."""
         return self.runner.collect(step, segment, self._packing_of(segment).sizes)
 
     def _packing_of(self, segment: int) -> Packing:
         return self.exchange.parts[segment] if self.exchange.parts else self.packing
 
     def operands(self, *, joined: bool) -> JoinedGroup:
-        """The variables for a rule to compute with: small ones joined, or each by itself."""
+        """The variables as operands of an update rule: small ones joined, or each by itself."""
         how = {} if joined else {"max_values": None}
         return JoinedGroup(self.variables, self.num_trained, self.packing, **how)
 
@@ -268,8 +268,8 @@ class Group:
     def constrain(self) -> None:
         """Emits the ops that apply the constraints of layers to weights.
 
-        The optimizer does so after each update, after the scheme's part of it. At the end of `fit`, the scheme has to
-        do so itself: a mean may violate a constraint that each rank's weights satisfy.
+        The optimizer applies them after each update, when the scheme's part of the update is done. At the end of `fit`,
+        the scheme has to apply them, because a mean may violate a constraint that each rank's weights satisfy.
         """
         constrain(self.optimizer(), self.trained)
 
@@ -311,7 +311,7 @@ class Group:
 
 
 def _joined(computed: Sequence) -> list[tf.Operation]:
-    """An op that runs after all tensors, on their device: the host waits for one event of a GPU instead of many."""
+    """An op that runs after all tensors, on their device, so that the host waits for one GPU event instead of many."""
     tensors = tensors_of(computed)
     return [tf.group(*tensors)] if tensors else []
 

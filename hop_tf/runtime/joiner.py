@@ -36,7 +36,7 @@ class GraphState:
         return []
 
     def take_state(self, parts: Sequence[np.ndarray]) -> None:
-        """Takes over another rank's `state`, as bytes. `begin_at` follows."""
+        """Takes over another rank's `state`, as bytes. `begin_at` is called next."""
 
     def begin_at(self, step: int) -> None:
         """Prepares the graph to enter `step` of the running session, without having made the earlier steps."""
@@ -59,7 +59,7 @@ class Joiner(abc.ABC):
 
     @abc.abstractmethod
     def meet(self, rank: int, step: int) -> None:
-        """Called when rank `rank` is in `step`, and sends this rank the messages of later steps. Follows `begin_at`."""
+        """Called after `begin_at`, when rank `rank` is in `step`, and sends this rank the messages of later steps."""
 
     @abc.abstractmethod
     def admit(self, rank: int, step: int) -> int:

@@ -1,7 +1,7 @@
 """`Joining`: lets a rank that was started again take part in a running session.
 
 The new process skips the steps that the others have made, on its own (`Membership.joining`), and repeatedly asks for
-their positions. When it is near, it takes the state that the furthest peer has at the start of its next step k. The
+their positions. When it is near, it takes the state of the furthest peer at the start of that peer's next step k. The
 newcomer announces to all that it enters step k + 1. Each of its peers makes room for the newcomer, and answers with its
 own step. From then on, the peer sends the messages of later steps to the newcomer, too. When all present peers have
 answered, the newcomer is one of them. Before that, no rank waits for the newcomer, and no rank stops.
@@ -39,7 +39,7 @@ _ARRIVED = "joining/arrived"
 _ARRIVAL = struct.Struct("<qq")  # Session, incarnation of the sender.
 # Skipping this many steps takes only a moment, for which the others may have to wait.
 _NEAR_STEPS = 16
-# If the others' steps are as fast as skipped steps, a newcomer never comes near.
+# The limit is for others whose steps are as fast as skipped steps, so that a newcomer never comes near.
 _MAX_APPROACHES = 8
 _RETRY_SECONDS = 0.1
 _AHEAD_SECONDS = 0.02
@@ -453,7 +453,7 @@ class Joining:
         self._answer({join.rank: welcome})
 
     def _admit(self, join: membership_pb2.Join) -> membership_pb2.Welcome | None:
-        """Makes room for a newcomer. Returns None if this rank lacks a group: the answer follows with the group."""
+        """Makes room for a newcomer. Returns None if this rank lacks a group: it answers when it makes the group."""
         if not join.first_steps.keys() <= self._exchanges.keys():
             return None
         steps = {group: self._exchanges[group].admit(join.rank, step) for group, step in join.first_steps.items()}

@@ -74,7 +74,7 @@ class LookAhead(abc.ABC):
 
     @abc.abstractmethod
     def merge(self, mean: Sequence[tf.Tensor], rate: tf.Tensor) -> None:
-        """Emits lines 1 and 2.
+        """Emits the ops of lines 1 and 2: see the module.
 
         Args:
           mean: The mean gradients, not scaled.
@@ -83,7 +83,7 @@ class LookAhead(abc.ABC):
 
     @abc.abstractmethod
     def advance(self, is_due: tf.Tensor, mean: Sequence[tf.Tensor], rate: tf.Tensor, own: Sequence[tf.Tensor]) -> None:
-        """Emits lines 1 to 3, except the last update, which the optimizer itself makes; and keeps g[t].
+        """Emits the ops of lines 1 to 3, except the last update, which the optimizer itself makes. Keeps g[t].
 
         Args:
           is_due: True if there is a mean. Otherwise only g[t] is kept.

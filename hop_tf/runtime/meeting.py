@@ -41,8 +41,8 @@ class Meeting:
         """Emits, at the end of a step, the ops that meet newcomers if the next step is their first.
 
         Args:
-          settle: Emits the ops that make the state equal on all ranks, with nothing in flight. Default: none, because
-            the state always is.
+          settle: Emits the ops that make the state equal on all ranks, with nothing in flight. Default: no ops, because
+            the state is always equal.
         """
         if self._at is None:
             return

@@ -82,7 +82,7 @@ def means_of(ranks: Sequence[EpochMetrics], names: Iterable[str]) -> dict[str, A
 
 
 def sums_of(ranks: Sequence[EpochMetrics]) -> tuple[list[np.ndarray], frozenset[str]]:
-    """The sums over ranks of states, and the names of metrics that follow from them on all of these ranks.
+    """The sums of states over ranks, and the names of metrics that follow from these states on all of these ranks.
 
     Returns:
       The sums, and the names. Both are empty if ranks have different states.

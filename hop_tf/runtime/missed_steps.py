@@ -9,11 +9,11 @@ from hop_tf.runtime.group import Group
 
 
 class MissedSteps:
-    """Skips batches whose steps others have made while they did not hear of this rank (`Exchange.step_offset`).
+    """Skips batches whose steps others have made while they did not hear from this rank (`Exchange.step_offset`).
 
     This happens between two steps of `fit`, so it costs the graph nothing. The optimizer's count, and schedules of
-    learning rates, continue as if the steps had been made. Its slots stay as they are. With several steps per
-    execution, only whole executions are skipped.
+    learning rates, continue as if the steps had been made. The optimizer's slots stay as they are. With several steps
+    per execution, only whole executions are skipped.
     """
 
     def __init__(self):
@@ -61,7 +61,7 @@ class MissedSteps:
         self._offsets = offsets
 
     def _num_batches(self, group: Group, num_updates: int) -> int:
-        """The number of batches in `num_updates` updates. A batch may make several, or several batches one."""
+        """The number of batches in `num_updates` updates. A batch may make several, or several batches make one."""
         size = gradient_accumulation_steps(group.optimizer())
         num_made = self._num_made // size * size  # Without batches whose accumulated gradients await an update.
         return num_updates * num_made // max(1, int(group.step))

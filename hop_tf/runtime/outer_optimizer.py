@@ -8,8 +8,8 @@ the window. The mean over all ranks may arrive many steps later. The rank then m
     merged  <-  merged + mean(changes)                    or     the outer optimizer's update with  -mean(changes)
 
 Only means move the merged weights, so these are equal to the bit on all ranks. If no changes are in flight, the weights
-of all ranks are equal, too. With windows of several steps and no delay this is local SGD. An outer optimizer makes it
-DiLoCo, and a delay in addition the eager form of DiLoCo.
+of all ranks are equal, too. With windows of several steps and no delay this is local SGD. With an outer optimizer, it
+is DiLoCo. With a delay in addition, it is the eager form of DiLoCo.
 
 With a delay of several steps, this way of merging is unstable. When a mean arrives, later gradients of the rank have
 already undone a part of its own changes. Replacing these changes undoes this part twice. Merging gently keeps ranks
@@ -26,11 +26,11 @@ and T_2 are 1, means are merged at once.
 
 If the program has assigned a weight, the weight must stay: no distance to a target may remain. So the change of that
 window is the assigned value less the merged value and the changes in flight. Its kappa is 1. The slow value is set so
-that the weight stays. Of earlier steps, only the part that this rank's weight held counts. For other weights, nothing
+that the weight stays. From earlier steps, only the part that this rank's weight held counts. For other weights, nothing
 changes.
 
-The calls at the end of a window, in this order: `multiply` if changes are made longer, `take`, then `merge` and
-`follow` for a window that is due, then `approach`. To merge at once, `give` replaces the last two.
+The calls at the end of a window, in this order: `multiply` if changes are scaled, `take`, then `merge` and `follow` for
+a window that is due, then `approach`. To merge at once, `give` replaces `follow` and `approach`.
 
 Memory, in copies of the model's weights: the merged weights, the weights at the end of the last window, and one for
 each newer window that may be in flight. Merging gently takes one more.
@@ -266,12 +266,12 @@ class OuterOptimizer:
         self._assign(values, follows_take)
 
     def _scaled(self, factors: tf.Tensor, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """The values, scaled by a factor for each trained variable. Those of other variables stay."""
+        """The values, scaled by a factor for each trained variable. Values of other variables are unchanged."""
         scaled = [_scaled(*each) for each in zip(self._variables, self._parts(factors), values, strict=False)]
         return [*scaled, *values[self._num_trained :]]
 
     def _parts(self, values: tf.Tensor) -> list[tf.Tensor]:
-        """Splits one value for each trained variable: those of joined variables stay together."""
+        """Splits a vector with one value for each trained variable. The values of joined variables stay together."""
         with tf.device("/cpu:0"):
             return tf.split(values, list(map(_num_members, self._variables[: self._num_trained])))
 

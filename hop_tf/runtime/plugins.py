@@ -38,7 +38,7 @@ class Plugin:
         Args:
           started_at: float64 scalar: `tf.timestamp()` at the start of the step.
           gradients: Tensors, `tf.IndexedSlices` or None.
-          times: float64 scalar: the step's rows, divided by those of an equal share.
+          times: float64 scalar: the step's number of rows, divided by the number of rows of an equal share.
 
         Returns:
           The same gradients, later.

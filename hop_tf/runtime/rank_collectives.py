@@ -81,7 +81,7 @@ class RankCollectives:
         self.all_gather.close()
 
     def broadcast_initial_values(self, variables: Iterable[tf.Variable]) -> None:
-        """Gives rank 0's values to variables that have not been given any before. A collective.
+        """Gives rank 0's values to variables that have not been given initial values before. A collective.
 
         Called outside of graphs, or in `tf.init_scope`.
 
@@ -102,9 +102,10 @@ class RankCollectives:
             write(new, received)
 
     def average(self, variables: Sequence[tf.Variable]) -> None:
-        """Assigns its mean over the ranks to each float variable. A collective.
+        """Assigns to each float variable its mean over the ranks. A collective.
 
-        Ranks that were left behind in the last session do not count. They get the mean of the others.
+        Ranks that have made less than 90 % of the others' steps in the last session do not count. They get the mean of
+        the others.
 
         Blocks: until all ranks take part.
 

@@ -172,7 +172,7 @@ class RankRuntime:
         """Enters the next session. See `Membership.begin_session`.
 
         Args:
-          claims: Names that this rank claims for itself. `membership.owners` tells the rank that gets each name.
+          claims: Names that this rank claims for itself. `membership.owners` maps each name to the rank that gets it.
         """
         self.membership.check()
         self.membership.require_all("to begin")
@@ -188,7 +188,7 @@ class RankRuntime:
         self.first_batches.reset()
         self._reset_rounds(session)
         self.collectives.begin_session()
-        self._in_session = True  # Others count on this rank from now on, even if it fails to enter.
+        self._in_session = True  # Others wait for this rank from now on, even if it fails to enter.
         with all_ranks_call("`fit`, or a custom loop's first step"):
             self.membership.begin_session(draw_seed(session), claims)
         if self.membership.session != session:  # This rank joins a later session.
@@ -218,8 +218,8 @@ class RankRuntime:
         this rank has not made. If `error` is a `HopError` other than `PeerFailedError`, the job itself is broken, and
         all ranks raise for good.
 
-        Blocks: until the groups' threads have come to rest, at most `progress_timeout_seconds`: others may count on
-          the messages that these threads are about to send.
+        Blocks: until the groups' threads have come to rest, at most `progress_timeout_seconds`: others may need the
+          messages that these threads are about to send.
 
         Raises:
           HopError: If a group's thread does not come to rest, and `error` is None.
@@ -242,7 +242,7 @@ class RankRuntime:
             logging.error("rank %d: %s: %s", self.membership.rank, type(failure).__name__, failure)
             stuck = failure
         error = error or stuck
-        # Includes failures of this rank's other threads: other ranks may count on messages that were not sent.
+        # Includes failures of this rank's other threads: other ranks may wait for messages that were not sent.
         is_of_job = isinstance(error, HopError) and not isinstance(error, PeerFailedError)
         broken = stuck is not None or is_of_job or not isinstance(self.membership.failure, PeerFailedError | None)
         self.membership.leave(

@@ -1,9 +1,9 @@
 """`CommonRate`: ranks that make the same updates use the learning rate of the first of them.
 
-A callback may change a rank's learning rate by that rank's own values, as `ReduceLROnPlateau` does with the loss. If
-ranks apply the same gradients, different rates would silently drive their weights apart. So every rank's rate travels
-with its gradients, as a float64, which no codec changes. Each update uses the first rank's rate. A rate that cannot be
-replaced, such as that of a schedule, must equal the first rank's. Otherwise the rank raises an error.
+A callback may change a rank's learning rate based on that rank's own values, as `ReduceLROnPlateau` does with the loss.
+If ranks apply the same gradients, different rates would silently drive their weights apart. So every rank's rate
+travels with its gradients, as a float64, which no codec changes. Each update uses the first rank's rate. A rate that
+cannot be replaced, such as that of a schedule, must equal the first rank's. Otherwise the rank raises an error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _TOLERANCE = 1e-5
 class CommonRate:
     """Brings the learning rates of all ranks to every rank, together with a step's gradients.
 
-    A rank's tensor has a column for each rank: the rank's rate and 1 in its own, zeros in the others. In the mean over
-    the ranks, however many take part, the first row divided by the second gives each rank's rate.
+    A rank's tensor has a column for each rank. The rank's own column holds its rate and 1. The other columns hold
+    zeros. In the mean over the ranks, however many take part, the first row divided by the second gives each rank's
+    rate.
 
     Args:
       rank: This rank.

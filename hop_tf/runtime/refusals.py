@@ -24,7 +24,7 @@ def require_lock_step(scheme: Scheme, what: str) -> None:
 
 
 def refuse_update(scheme: Scheme, optimizer) -> None:
-    """Raises ValueError: a custom loop does not go through `run`, and would train on this rank alone."""
+    """Raises ValueError for an update outside of `strategy.run`: the custom loop would train this rank alone."""
     raise ValueError(
         f"an optimizer made in the scope of {type(scheme).__name__} updated variables outside of `strategy.run`, so "
         "this rank would train alone. Run the training step by `strategy.run(train_step, args=(x, y))`, within a "
@@ -54,7 +54,7 @@ def check_optimizer(scheme: Scheme, optimizer, *, refuses_nonfinite: bool) -> No
 
 
 def refuse_to_restore(callbacks) -> None:
-    """Raises ValueError if a callback would begin at a later epoch: its steps would differ from the others'."""
+    """Raises ValueError if a callback would make `fit` begin at a later epoch than on the other ranks."""
     if has_callback(callbacks, keras.callbacks.BackupAndRestore):
         raise ValueError(
             "a restarted rank takes its state from the others, and skips the steps that it has missed. "

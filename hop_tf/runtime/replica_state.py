@@ -112,7 +112,7 @@ def _in_words(variable) -> str:
 
 
 class ReplicaState:
-    """All variables with which ranks begin equal: weights, optimizer slots and counters.
+    """All variables that begin with equal values on all ranks: weights, optimizer slots and counters.
 
     Variables are not kept alive. They are listed in the order in which they were added, the same on all ranks.
 

@@ -57,10 +57,10 @@ def _minor_version(package: str) -> str:
 class StepStatistics:
     """Steps made and time waited, counted by the training graph itself.
 
-    Only graphs measure times, and not under op determinism, which forbids reading the clock.
+    Times are measured only in graphs, and not under op determinism, which forbids reading the clock.
 
     Args:
-      recorder: Gets the times of each step. Default: nothing does.
+      recorder: Gets the times of each step. Default: times are not recorded.
     """
 
     def __init__(self, recorder: Recorder | None = None):
@@ -222,8 +222,8 @@ class _StepState:
 
         Returns:
           The first step that is still known. Then a row for each step: its number in the session, and the times of its
-          start, of its gradients and of the end of its wait. The last column is its waiting time. A step without
-          gradients has a time before its start there.
+          start, of its gradients and of the end of its wait. The last column is its waiting time. For a step without
+          gradients, the time of its gradients is before its start.
         """
         first, rows = self._read(first)
         if is_final:

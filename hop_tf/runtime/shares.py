@@ -2,8 +2,8 @@
 
 A rank measures the time of a step from its batch to its gradients, without waiting for others. When all have made some
 steps, and again whenever an epoch begins, each rank tells rank 0 its seconds per row. Rank 0 makes shares in proportion
-to the ranks' speeds, and sends all ranks the same shares. All ranks wait for them between two steps, so all change
-their shares in the same step.
+to the ranks' speeds, and sends all ranks the same shares. All ranks wait for the new shares between two steps, so all
+ranks change to them in the same step.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ class RowStatistics:
     # The clock is read in functions: see `hop_tf.runtime.report`.
 
     def begin_step(self) -> tf.Tensor:
-        """Emits the op that records the start of a step, when its batch is there. The rest of the step follows it."""
+        """Emits the op that records the start of a step, when its batch is there. The rest of the step runs later."""
         with tf.device("/cpu:0"):
             return self._record_start()
 
     def end_step(self, rows: tf.Tensor, gradients: Sequence) -> None:
         """Emits the op that records the time when the gradients of a step with `rows` rows are there."""
         ready = [each for each in tf.nest.flatten(gradients, expand_composites=True) if each is not None]
-        # Not within the context: there, only this op would wait for the gradients, and not the function.
+        # This cast is outside of the context. Within it, only the cast would wait for the gradients, and not the
+        # function.
         rows = tf.cast(rows, tf.float64)
         with tf.device("/cpu:0"), tf.control_dependencies([] if tf.executing_eagerly() else ready):
             self._record_end(rows)

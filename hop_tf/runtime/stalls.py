@@ -13,10 +13,10 @@ from hop_tf.options import STACKS_VARIABLE, CommunicationOptions, rank_folder
 
 
 class StallReport:
-    """Logs the reason for a long wait, and writes the stacks of all threads of its process to a file.
+    """Logs the reason for a long wait, and writes the stacks of all threads of this process to a file.
 
-    The file is the one that the launcher names. Without the launcher it is `stacks.txt` in the rank's folder of
-    `CommunicationOptions.log_dir`; without that, there are no stacks.
+    The file is the one that the launcher names. Without the launcher, it is `stacks.txt` in the rank's folder of
+    `CommunicationOptions.log_dir`. Without a `log_dir`, no stacks are written.
 
     Args:
       options: `log_dir`.

@@ -28,7 +28,7 @@ class StopAgreement:
 
     Attributes:
       num_begun: Number of steps of the running `fit` that this rank has begun.
-      rounds: The round of the numbers of begun steps.
+      rounds: The round in which ranks exchange their numbers of begun steps.
     """
 
     def __init__(self, membership: Membership):

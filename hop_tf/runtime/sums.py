@@ -85,7 +85,7 @@ class Sum:
         return self._parts[name][1]
 
     def take(self, name: str, version: int, part: np.ndarray) -> None:
-        """Takes over a contribution, unless a newer version is known, or its generation is older."""
+        """Takes over a contribution, unless this process knows the same or a newer version, or a newer generation."""
         if version <= self.versions.get(name, 0) or version // _NUM_VERSIONS < self._generation:
             return
         before = self._parts.get(name)

@@ -1,8 +1,8 @@
 """Corrects the velocities of SGD by the changes that averaging makes to weights.
 
 If a rank's data is of one kind, its velocity leads to weights for that kind. Averaging moves the weights back, and the
-velocity moves them away again. So the changes by averaging are added to the velocity, too. With momentum m, a change
-that is D steps old counts with the factor m^D, as a gradient of that age would. Quasi-global momentum (Lin,
+velocity moves them away again. So the changes that averaging makes are added to the velocity, too. With momentum m, a
+change that is D steps old counts with the factor m^D, as a gradient of that age would. Quasi-global momentum (Lin,
 Karimireddy, Stich, Jaggi, ICML 2021) has the same aim. It makes the whole velocity from the differences of averaged
 weights.
 """
@@ -20,12 +20,12 @@ from hop_tf.runtime.group import Group
 def add_to_velocities(
     group: Group, moves: Sequence[tf.Tensor], factor_of: Callable[[float], float | tf.Tensor]
 ) -> None:
-    """Emits the ops that add a part of the changes by averaging to the velocities of a group's optimizer.
+    """Emits the ops that add a part of the changes that averaging makes to the velocities of a group's optimizer.
 
     Args:
       group: The group.
-      moves: The changes by averaging of each trained variable. Further tensors are not used.
-      factor_of: Returns the part for a momentum.
+      moves: The change that averaging makes to each trained variable. Further tensors are not used.
+      factor_of: Returns the part, given the momentum.
 
     Raises:
       ValueError: If the optimizer is not SGD with momentum.

@@ -1,4 +1,4 @@
-"""`RowWeighing`: the weights of a rank's steps among those of others, if ranks take unequal parts of a batch."""
+"""`RowWeighing`: the weights of a rank's steps in means over the ranks, if ranks take unequal parts of a batch."""
 
 from __future__ import annotations
 
