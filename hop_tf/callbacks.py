@@ -26,8 +26,8 @@ class MetricAverage(keras.callbacks.Callback):
     SHAT with `consistency="bsp"`) do all this without it. Under the others, the callback makes all ranks wait for the
     slowest at the end of each epoch.
 
-    - Ranks combine metrics if they have made the same number of steps when their epochs end. Ranks with another number
-      of steps combine metrics among themselves, with a warning. Data may be of unknown length.
+    - Ranks combine metrics if they have made the same number of steps when their epochs end. Ranks with a different
+      number of steps combine metrics among themselves, with a warning. Data may be of unknown length.
     - No rank waits for a rank that has left or was lost. In the epoch in which a rank is lost, its metrics may count on
       some ranks and not on others.
     - If a rank has made no step in an epoch, its training metrics of that epoch do not count. A rank that a callback

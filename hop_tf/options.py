@@ -49,8 +49,8 @@ class CommunicationOptions:
       progress_timeout_seconds: Longest wait for a living peer's contribution. Default 3600.
       data_plane: The connections that carry arrays between ranks. "tcp": plain sockets on a port that the system
         chooses. Under TLS, and while the port cannot be reached, arrays travel as with "grpc". "grpc": gRPC on the
-        address of the cluster description, which costs about three times the processor time. Ranks may differ. Default
-        "tcp".
+        address of the cluster description, which costs about three times the processor time. Ranks may have different
+        values. Default "tcp".
       interfaces: Addresses of this machine, one for each network interface that arrays travel on. Connections of the
         first bulk lane use the first address at both ends, and so on. The addresses must differ, and all ranks must
         give the same number of them. Only for `data_plane` "tcp" without TLS. Default None: the addresses in the
@@ -58,7 +58,7 @@ class CommunicationOptions:
       bandwidth_bits_per_second: The known or estimated rate of this rank's link. If round trips are long, the parts of
         an all-reduce travel over as many connections as are needed to fill the link. (A connection has at most about
         3 MiB in flight.) Together, the connections send no faster than this rate. A higher rate than the link's causes
-        congestion; a lower rate leaves a part of the link unused. Ranks may differ. Default 100e6.
+        congestion; a lower rate leaves a part of the link unused. Ranks may have different rates. Default 100e6.
       tls_certificate_chain: Path of the PEM file with this process's certificate, or None for plain text. The
         certificate must name (as a subject alternative name) the host of this process in the cluster description.
       tls_private_key: Path of the PEM file with the certificate's private key, not encrypted.

@@ -1,7 +1,7 @@
 """`Admissions`: synchronous ranks agree on the first step in which a restarted rank takes part.
 
 All ranks have to include a newcomer from the same step on. They agree on this step through the mean that they exchange
-anyway. With the values of a step, each rank sends the newcomers that it knows:
+anyway. With the values of a step, each rank sends votes for the newcomers that it knows:
 
     votes[0, r] = i        if rank r is present as incarnation i and takes no part yet, otherwise 0
     votes[1, r] = i^2      in this case, otherwise 0; but -1 if r is the sender, to show whose values are in the mean

@@ -63,7 +63,7 @@ class Algorithm(GraphState, abc.ABC):
         """Prepares a new group, eagerly, before its first step."""
 
     def begin_session(self) -> None:
-        """Prepares an existing group, eagerly, for step 0 of a session, or for a rank that was left behind."""
+        """Prepares an existing group, eagerly, for step 0 of a session, or after the others left this rank behind."""
 
     def begin_training(self) -> None:
         """Prepares an existing group, eagerly, before the first step of a `fit`."""

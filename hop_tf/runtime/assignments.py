@@ -36,7 +36,7 @@ class Assignments:
         self._is_between_epochs = True
 
     def begin_step(self, trace: StepTrace, *, in_fit: bool) -> None:
-        """Called when a step is traced, or run eagerly. `take_assigned` may need the weights before their decay."""
+        """Called when a step is traced, or run eagerly. `take_assigned` may need the weights before weight decay."""
         if self._watch is not None:
             self._watch.trace = trace
             trace.reads_before_decay = not in_fit and not self._scheme.takes_assignments

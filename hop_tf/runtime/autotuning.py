@@ -38,7 +38,7 @@ from hop_tf.tensors.packing import TensorSpec
 
 # A candidate is faster by far if its step takes less than this share of another candidate's step.
 _MUCH_FASTER = 0.5
-# The cost of a wider pipe, as a multiple of the first step of a program after its gradients are traced.
+# The cost of a wider pipe, as a multiple of the duration of a program's first step after its gradients are traced.
 _TIMES_TRACING = 3
 # Differences that may change the choice: a relative change of a step's times, and a factor between times of exchanges.
 _CHANGE = 0.2

@@ -49,7 +49,7 @@ class ValueHistory:
         return self._kept
 
     def at(self, age: int | tf.Tensor) -> list[tf.Tensor]:
-        """Emits the ops that read the values that were pushed `age` pushes before the latest ones."""
+        """Emits the ops that read the values of one push: the push that is `age` pushes before the latest one."""
         values = [functools.partial(read_all, kept) for kept in reversed(self._kept)]
         if isinstance(age, int):
             return values[age]()

@@ -32,7 +32,7 @@ class FinalWeights:
       callbacks: As `fit` takes them.
 
     Attributes:
-      claims: The claims for the session. If any rank makes them, all ranks have to agree in the end.
+      claims: The claims for the session. If any rank makes a claim, all ranks have to agree on the weights after `fit`.
     """
 
     def __init__(self, callbacks: object):

@@ -177,7 +177,7 @@ class Group:
         Args:
           values: The tensors.
           segment: The segment.
-          step: The number to submit the values with. Default: the step.
+          step: The number to submit the values with. Default: the group's step.
           packing: Another packing of the same buckets, for other tensors. Default: that of the segment.
         """
         step = self.read_step() if step is None else step
@@ -208,7 +208,7 @@ class Group:
 
         Args:
           computed: The tensors that the step computes meanwhile. The result is taken after these, so that a step whose
-            batch never comes takes no result. Only the time from then on counts as waiting.
+            batch never comes takes no result. Only the time after these tensors counts as waiting.
           segment: The segment that was submitted.
           take: `take(step, segment)` emits the ops that take the result of a step. Default: `self.take`.
           step: The number that was submitted. Default: the step.

@@ -183,7 +183,7 @@ class Joining:
             if exchange.is_synchronous:
                 self._check_digest(
                     leader, replies[leader]
-                )  # Now: once the others count on this rank, its errors end their training, too.
+                )  # Now: once the others wait for this rank, its errors end their training, too.
                 self._enter(group, position)
                 return self._arrive(group, position)
             if (given := self._take_state(leader, position)) is not None:

@@ -1,4 +1,4 @@
-"""`CommonRate`: ranks that make the same updates use the learning rate of the first of them.
+"""`CommonRate`: ranks that make the same updates use the first rank's learning rate.
 
 A callback may change a rank's learning rate based on that rank's own values, as `ReduceLROnPlateau` does with the loss.
 If ranks apply the same gradients, different rates would silently drive their weights apart. So every rank's rate
