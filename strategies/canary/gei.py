@@ -2,7 +2,7 @@
 
 Colayers, iterations and ranks count from 0. The paper's worker (i) is rank i - 1, whose bit is 2^((i) - 1). The GEI
 matrix has a row vector for each iteration, with an element for each colayer (Figure 16). An element is the sum of the
-bits of all ranks whose gradient was merged on this rank, which is one of them.
+bits of all ranks, including this rank, whose gradient was merged on this rank.
 
 References:
   Zhou, Wang, Lu, Xu, Sun, Guo. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in
@@ -36,7 +36,7 @@ def calc_proportion(row_vector: Sequence[int], rank: int) -> int:
     """The number of colayers of which the gradient of `rank` was exchanged (lines 7 to 17).
 
     The paper sums 2^z over these colayers in line 11 and compares the sum, bit by bit, with a number of colayers in
-    line 22. This function returns the number itself.
+    line 22. This function returns the number of colayers.
     """
     return sum(bool(element & bit_of(rank)) for element in row_vector)
 
