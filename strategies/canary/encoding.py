@@ -62,7 +62,8 @@ class PieceEncoding:
     def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Emits the ops that encode the buckets of a colayer for which `is_encoded` is True, each as a whole.
 
-        Buckets keep their types, because TensorFlow's queues need these. Padding makes the bytes fill whole values.
+        Encoded buckets keep their types, because TensorFlow's queues have fixed types. The encoded bytes are padded to
+        whole values.
         """
         return [
             tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)

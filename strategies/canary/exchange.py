@@ -76,8 +76,8 @@ class CanaryExchange(Exchange, Joiner):
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
       settings: The other settings.
-      part_of: `part_of(ranks)` is the factor for this rank's step when it is sent to these ranks, which include this
-        rank. The ranks' factors add up to 1, except in steps in which measured shares change. Default: 1 / len(ranks).
+      part_of: `part_of(ranks)` returns the factor of this rank's step if it is sent to `ranks`, including this rank.
+        The ranks' factors add up to 1, except in steps in which measured shares change. Default: 1 / len(ranks).
 
     Attributes:
       members: For each colayer, the indices of its variables.

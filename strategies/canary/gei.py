@@ -52,7 +52,7 @@ def check_proportion(proportion: int, threshold: int) -> bool:
 
 
 def check_min_colayers(min_colayers: int | None, num_colayers: int) -> None:
-    """Raises ValueError unless `min_colayers` is None, or a threshold p that can be reached: at most k."""
+    """Raises ValueError unless `min_colayers` is None, or from 0 to k, the largest threshold p that can be reached."""
     if min_colayers is None:
         return
     check_integer("min_colayers", min_colayers, at_least=0)
@@ -102,8 +102,8 @@ class GEIRows:
     Attributes:
       iterations: int64 [rows], ascending: the rows that are kept.
       bits: uint8 [rows, k, ceil(n / 8)]: the elements. The first byte has the bits of ranks 0 to 7.
-      parts: int64 [m, 4]: for each incomplete colayer, its iteration, rank and colayer, and the number of its pieces
-        that were merged.
+      parts: int64 [m, 4]: for each incomplete gradient of a colayer, the iteration, rank and colayer, and the number of
+        merged pieces.
       completed: int64 [n]: for each rank, the latest iteration of which all colayers were merged; -1 if there is none.
     """
 

@@ -295,7 +295,7 @@ class PieceThread:
         data: np.ndarray | None = None,
     ) -> None:
         if piece.index in layout.ended:
-            self.num_late += len(contributions)  # The sender has left: the end waits for all other ranks.
+            self.num_late += len(contributions)  # The sender has left: a piece ends after all other contributions.
             return
         pending = self._sum_of(layout, piece)
         if sender in pending.senders:

@@ -1,4 +1,4 @@
-"""Keeps the replicas of Canary together: now and then each piece becomes the mean of its values on all ranks.
+"""Makes Canary's replicas equal again: now and then, each piece becomes the mean of its values on all ranks.
 
 Replicas that have merged the same messages differ by rounding only. The exceptions are lost messages, and changes to
 the weights of one rank. But at no moment have all ranks merged the same messages. So the root marks one of its

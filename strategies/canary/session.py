@@ -212,7 +212,8 @@ class CanarySession:
     def _wait_compared(self, ranks: Sequence[int]) -> None:
         """Waits until all own calls were compared with the other ranks'.
 
-        Values may arrive before the call that they belong to. If the other rank has made another call, they are wrong.
+        Values may arrive before the call that they belong to. If the other rank has made another call, the values are
+        wrong.
         """
         self._membership.wait(
             lambda: [rank for rank in ranks if self._own_calls[rank]], operation="receive the calls of the others"

@@ -99,9 +99,9 @@ class CanaryStrategy(ExchangeStrategy):
         `tf.config.experimental.enable_op_determinism()`, "auto" stays "mesh".
       consistency: As above. Default "ssp".
       max_staleness: s, in iterations; at least 0. Not used by "bsp". Default 16.
-      min_colayers: p: a rank that has sent this many colayers may send the others, however late. 0 is the same as
-        "async". At most `num_colayers`. If the model has fewer colayers, all of them suffice. Not used by "bsp".
-        Default None: all.
+      min_colayers: p: a rank that has sent this many colayers may also send the others, however late it is. 0 is the
+        same as "async". At most `num_colayers`. If the model has fewer colayers, all of them suffice. Not used by
+        "bsp". Default None: all.
       num_colayers: k, the most colayers that variables are bundled into, at least 1. Default None: 10, and neighboring
         colayers of less than 256 KiB are joined. Convolutions and dense layers mostly stay apart.
       codec: Encodes messages: a `hop_tf.codecs.Codec`, or a name; None: values travel as they are. `codecs.TopK` needs
@@ -109,7 +109,7 @@ class CanaryStrategy(ExchangeStrategy):
         `codecs.LowRank(rank=4, codec="sketch")` sends large kernels as factors, and the factors as sketches. Except
         with "bsp", the sketch encodes a colayer as a whole, on the device that computes the step. All other encoding is
         done in pieces on the CPU. Default "sketch".
-      max_in_flight: The number of own iterations that a rank may have in flight, not yet merged, on a mesh. On other
+      max_in_flight: On a mesh, the number of own iterations that a rank may have in flight, not yet merged. On other
         networks, each further hop on the way to a root adds one. At least 2, because one may be delayed by a slow rank
         while the next one is sent. If a message takes longer than this many iterations, ranks wait for it. Each
         iteration in flight takes memory. Not used by "bsp". Default 4.
@@ -126,11 +126,11 @@ class CanaryStrategy(ExchangeStrategy):
         are lost, and so are the other ranks' contributions that it was to sum up. If the same script is started again
         as that rank, its first `fit` skips the steps that it has missed. The rank takes weights and optimizer slots
         from the rank that is furthest ahead, and goes on from there. It raises `PeerLostError` if the others have ended
-        without it. So does a rank that cannot end because another rank dies at the moment at which all end. With "bsp",
-        the lost rank's last gradient is in the mean of a colayer on all other ranks or on none. For this, each rank
-        keeps a copy of the last means. In a BCube that has lost a rank, the mean is computed as on a mesh. A rank that
-        is started again joins between two steps, with weights that are equal to the others'. After a loss,
-        `strategy.reduce` in a custom loop raises. Default None: "raise" for "bsp", otherwise "continue".
+        without it. So does a rank that cannot end because another rank dies while all ranks end. With "bsp", the lost
+        rank's last gradient is in the mean of a colayer on all other ranks or on none. For this, each rank keeps a copy
+        of the last means. In a BCube that has lost a rank, the mean is computed as on a mesh. A rank that is started
+        again joins between two steps, with weights that are equal to the others'. After a loss, `strategy.reduce` in a
+        custom loop raises. Default None: "raise" for "bsp", otherwise "continue".
       min_ranks: With on_peer_loss="continue": the number of ranks that must remain, neither lost nor failed. With
         fewer, a rank raises `PeerLostError`, because other ranks may still train on the other side of a network
         partition. Default None: more than half of the ranks; 1 if there are two.

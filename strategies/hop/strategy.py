@@ -102,9 +102,9 @@ class HopStrategy(ExchangeStrategy):
       interval: The number of steps of an iteration, p. With more than one, a rank averages with its neighbors in the
         first step of an iteration only, and trains on its own in the others (local SGD over a graph). It sends p times
         less, and waits p times less often. The unit of the arguments above, of error messages, and of the counts of
-        `report()` (except `steps`) is an iteration. A jump also leaves out the rest of the iteration that it begins
-        in. Needs update_order="parallel". In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12
-        cost 0.7. Default 1.
+        `report()` (except `steps`) is an iteration. A jump also leaves out the rest of the iteration that it begins in.
+        Needs update_order="parallel". In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12 cost
+        0.7. Default 1.
       update_order: "parallel": a step sends the parameters that it begins with, and computes meanwhile. "serial": a
         step sends the result of its own update, and averages that (Figure 2, a). Communication is then not hidden
         behind the computation, but a step's gradient travels one step earlier. Default "parallel".
