@@ -73,7 +73,7 @@ class CanaryAlgorithm(Algorithm):
         buckets, num_skipped, num_dropped = self.group.take_with_drops(step, segment)
         slots, self._slots = self._slots, None
         if slots is not None:
-            with tf.device("/cpu:0"), tf.control_dependencies([num_skipped]):  # It fails if the exchange failed.
+            with tf.device("/cpu:0"), tf.control_dependencies([num_skipped]):  # The value fails if the exchange failed.
                 num_left = len(self.exchange.members) - num_dropped
             slots.restore(self.exchange.colayers, num_left)
         return buckets, num_skipped
@@ -85,7 +85,7 @@ class CanaryAlgorithm(Algorithm):
         if step == exchange.start_step:  # This rank was started again so late that it has made no step.
             group.submit(self._changes.known(), exchange.start_segment)
         segment = exchange.finish_segment
-        group.submit(self._changes.take(), segment)  # The changes by callbacks since the last step.
+        group.submit(self._changes.take(), segment)  # The changes that callbacks made since the last step.
         buckets, _ = group.take(group.read_step(), segment)
         self._changes.replace(exchange.parts[segment].unpack(buckets))
         group.constrain()

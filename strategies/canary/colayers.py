@@ -24,13 +24,13 @@ def bundle(specs: Sequence[TensorSpec], num_colayers: int | None) -> list[list[i
     """Divides tensors into colayers, in the order of back-propagation: the last layers come first.
 
     A colayer has consecutive layers: kernels, each with the vectors (biases, scales) that follow it. Between
-    convolutions and dense layers a new colayer begins, as long as `num_colayers` allows it. Then the colayers with the
-    most bytes are divided in the middle.
+    convolutions and dense layers a new colayer begins, as long as `num_colayers` allows it. Then the largest colayers
+    are divided in the middle, until there are `num_colayers`.
 
-    By default neighbors with few bytes are joined, because a message of few bytes costs more than it carries.
-    Convolutions and dense layers still stay apart, unless one has less than 16 KiB. Gradients of convolutions are
-    larger, and lose more if they share a sketch with many small values. Non-trainable state (`TensorSpec.exact`) goes
-    with the last colayer, because it is known only at the end of a step.
+    By default neighbors with few bytes are joined, because small messages are mostly overhead. Convolutions and dense
+    layers still stay apart, unless a colayer has less than 16 KiB. Gradients of convolutions are larger, and lose more
+    if they share a sketch with many small values. Non-trainable state (`TensorSpec.exact`) goes with the last colayer,
+    because it is known only at the end of a step.
 
     Args:
       specs: The tensors, in the order of the layers.

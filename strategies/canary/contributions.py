@@ -80,7 +80,7 @@ class Contributions:
         self.layout: Layout | None = None
         self._known_present: bytes | None = None
         self._moves: collections.deque[tuple[int, bytes | None, bytes]] = collections.deque()  # Not announced yet.
-        # By layout and colayer, until the layout is settled.
+        # The number of own contributions by layout and colayer, until the layout is settled.
         self._sent: collections.defaultdict[bytes, list[int]] = collections.defaultdict(
             lambda: [0] * self._num_colayers
         )
@@ -101,13 +101,13 @@ class Contributions:
             self.recheck()
 
     def admit(self, rank: int) -> None:
-        """Counts a rank that joins again."""
+        """Takes account of a rank that joins again."""
         with self._replica.lock:
             self._replica.gei.include(rank)
         self.recheck()
 
     def move(self, k: int) -> Layout:
-        """From iteration k on, contributes to the layout of the ranks that take part, and returns this layout."""
+        """Contributes to the layout of the ranks that take part, from iteration k on. Returns this layout."""
         before = self.layout
         if before is None or not self._peers.are_all_in(before):
             self.layout = self._replica.layout(self._peers.present_key())
@@ -138,7 +138,7 @@ class Contributions:
     # Messages between ranks.
 
     def tell_old_moves(self, k: int) -> None:
-        """In iteration k, tells the others of layouts that this rank left more than `_LINGER` iterations ago."""
+        """Announces, in iteration k, the moves that this rank made more than `_LINGER` iterations ago."""
         while self._moves and self._moves[0][0] < k - _LINGER:
             self._tell_move()
 
@@ -260,14 +260,14 @@ class Contributions:
         return {each for piece in late if self._binds(layout, piece) for each in layout.path(piece, rank)}
 
     def _binds(self, layout: Layout, piece: Piece) -> bool:
-        """True if the window applies to a piece: its contributions are sent at once, or no more can be kept back."""
+        """True if the window limits a piece: contributions are sent at once, or no further one can be kept back."""
         num_held = self._held.num_iterations(layout, piece)
         if self._held.is_silent(layout, piece):
             return num_held >= self._held.max_iterations
         return num_held == 0
 
     def unsettled_ranks(self) -> set[int]:
-        """The ranks that may still send something for a piece, maybe also this rank. The monitor must be held."""
+        """The ranks, including this one, that may still send something for a piece. The monitor must be held."""
         is_settled = self._peers.is_settled
         pieces = ((layout, piece) for layout in self._replica.layouts() for piece in layout.pieces)
         unsettled = ((layout, piece) for layout, piece in pieces if not is_settled(layout, piece))

@@ -1,4 +1,4 @@
-"""The encoding of Canary's pieces, by the graph or by a codec."""
+"""The encoding of Canary's pieces, in the training graph or outside of it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ class PieceEncoding:
     def emit_encode(self, colayer: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Emits the ops that encode the buckets of a colayer for which `is_encoded` is True, each as a whole.
 
-        Buckets keep their types, because TensorFlow's queues need these. Padding makes the bytes fill whole values.
+        Encoded buckets keep their types, because TensorFlow's queues have fixed types. The encoded bytes are padded to
+        whole values.
         """
         return [
             tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)
@@ -90,7 +91,7 @@ class PieceEncoding:
             np.add(total, bucket[where], out=total)
 
     def _within(self, piece: Piece) -> slice:
-        """The slice of its colayer's bucket that a piece takes."""
+        """A piece's slice of its colayer's bucket."""
         start = self.starts[piece.colayer][piece.bucket]
         return slice(piece.where.start - start, piece.where.stop - start)
 
@@ -106,8 +107,8 @@ class PieceEncoding:
 
         Args:
           piece: The piece.
-          total: The sum so far, which may be changed. None if nothing has come.
-          values: The contribution. The sum may use its memory: the caller must not write to it.
+          total: The sum so far, which this call may modify. None if nothing has arrived.
+          values: The contribution. The sum may reuse this array, so the caller must not write to it.
           data: The contribution, encoded.
 
         Returns:

@@ -50,7 +50,7 @@ class Ending:
         """Waits until the ranks that end together know each other, have made their last step, and merged everything.
 
         Returns:
-          The incarnations in which ranks end together: see `Peers.incarnations`. Ranks that have left do not count.
+          The incarnations of the ranks that end together: see `Peers.incarnations`. Ranks that have left do not count.
 
         Raises:
           HopError: As `Membership.wait` does.

@@ -76,8 +76,8 @@ class CanaryExchange(Exchange, Joiner):
       context: Membership, packing and buffers of the group.
       members: For each colayer, the indices of its variables.
       settings: The other settings.
-      part_of: `part_of(ranks)` is the factor for this rank's step when it is sent to these ranks, which include this
-        rank. The ranks' factors add up to 1, except in steps in which measured shares change. Default: 1 / len(ranks).
+      part_of: `part_of(ranks)` returns the factor of this rank's step if it is sent to `ranks`, including this rank.
+        The ranks' factors add up to 1, except in steps in which measured shares change. Default: 1 / len(ranks).
 
     Attributes:
       members: For each colayer, the indices of its variables.
@@ -120,7 +120,8 @@ class CanaryExchange(Exchange, Joiner):
         self._contributions = Contributions(
             membership, self.replica, self._peers, self._channel, self._threads, self._held, len(members)
         )
-        # On each edge of a route, one message may wait for a slow rank's message, until its sender sends the next one.
+        # On each edge of a route, one message may wait for a slow rank's message, until the waiting message's sender
+        # sends the next one.
         depth = max(route.depth for route in settings.network.routes(membership.world_size))
         window = settings.max_in_flight + depth - 1
         self._flow_control = FlowControl(
@@ -216,7 +217,7 @@ class CanaryExchange(Exchange, Joiner):
     def _start(self, weights: Sequence[np.ndarray]) -> None:
         self.replica.begin(weights)
         if self._has_joined:
-            self.replica.is_complete = False  # It lacks the messages that the others have merged since.
+            self.replica.is_complete = False  # The replica lacks messages that the others have merged.
             k = self.start_step
             self._contributions.move(k)
             self._pull(k)
@@ -313,7 +314,7 @@ class CanaryExchange(Exchange, Joiner):
         self._contributions.recheck()
 
     def _fill_gaps(self, k: int) -> None:
-        """Takes the sums that this rank has missed from the roots, which have ended their steps.
+        """Takes the sums that this rank has missed from the roots, which have made their last step.
 
         The sums of a root that has left may be lost.
 
@@ -440,13 +441,13 @@ class CanaryExchange(Exchange, Joiner):
 
         Returns:
           `overtime_drops`: colayers of this rank that were dropped.
-          `contributions_lost`: pieces of this rank's colayers that were sent by way of ranks that have left, and did
-          not come back. Pieces in a state that was taken since do not count. A piece counts only when no further
-          message of its layout can come.
-          `contributions_late`: pieces from ranks that have left, which came too late to be merged. A state that was
-          taken held them already, or lacked messages before them.
+          `contributions_lost`: pieces of this rank's colayers that were sent via ranks that have left, and did not come
+          back. Pieces in a state that was taken later do not count. A piece counts only when no further message of its
+          layout can come.
+          `contributions_late`: pieces from ranks that have left, which came too late to be merged. A state that this
+          rank has taken already contained them, or lacked earlier messages.
           `pulls` and `pulls_rejected`: states of other ranks that were taken, and attempts without success.
-          `messages_merged`, and `duplicates`, which were ignored.
+          `messages_merged`, and `duplicates`: messages that were ignored, because they had been merged before.
           `resyncs`: pieces that were resynced.
           `inbox_waits`: iterations that began late because an inbox was full, here or on another rank.
           `window_waits`: iterations that began late because too many own iterations were in flight (`max_in_flight`).
@@ -472,8 +473,8 @@ class CanaryExchange(Exchange, Joiner):
 
         Returns:
           `staleness`: the number of iterations that the present one is behind the newest.
-          `proportion`: the colayers of the present iteration that were sent.
-          `gei_rows` and `layouts` that are kept, and `inbox_bytes` that are to be merged.
+          `proportion`: the number of colayers of the present iteration that were sent.
+          `gei_rows`, `layouts`: the numbers of rows and layouts that are kept. `inbox_bytes`: bytes not merged yet.
         """
         with self.replica.lock:
             gei = self.replica.gei

@@ -60,7 +60,7 @@ class FlowControl:
         self._silence.wait(self._late_ranks, operation="receive the counts of merged steps", step=k)
 
     def wait_for_room(self, k: int) -> None:
-        """Waits while any rank has received more than it may keep. The threads that merge wait for no computation."""
+        """Waits while any rank has received more than it may keep. Waits for merging only, never for a computation."""
         with self._monitor:
             self.num_waits += bool(self._without_room()) or not self._has_room()
         self._silence.wait(self._without_room, operation="merge the steps that it has received", step=k)
@@ -90,13 +90,13 @@ class FlowControl:
                 is_waiting = bool(self._late())
 
     def _late(self) -> list[int]:
-        """The ranks that have not made their last step. If all have, the ranks through which more may come."""
+        """The ranks that have not made their last step. If all have, those through which messages may still come."""
         self._silence.look_again()
         unsettled = self._others(self._unsettled_ranks())
         return [rank for rank in self._peers.present() if rank not in self._peers.done] or unsettled
 
     def _unsettled_ranks(self) -> set[int]:
-        """The ranks through which more of a piece may come here, after a check for ranks that have left."""
+        """Checks for ranks that have left. Returns the ranks through which messages of a piece may still come."""
         self._contributions.look_at_departures()
         return self._contributions.unsettled_ranks()
 

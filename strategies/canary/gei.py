@@ -2,7 +2,7 @@
 
 Colayers, iterations and ranks count from 0. The paper's worker (i) is rank i - 1, whose bit is 2^((i) - 1). The GEI
 matrix has a row vector for each iteration, with an element for each colayer (Figure 16). An element is the sum of the
-bits of all ranks whose gradient was merged on this rank, which is one of them.
+bits of all ranks, including this rank, whose gradient was merged on this rank.
 
 References:
   Zhou, Wang, Lu, Xu, Sun, Guo. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in
@@ -36,7 +36,7 @@ def calc_proportion(row_vector: Sequence[int], rank: int) -> int:
     """The number of colayers of which the gradient of `rank` was exchanged (lines 7 to 17).
 
     The paper sums 2^z over these colayers in line 11 and compares the sum, bit by bit, with a number of colayers in
-    line 22. This function returns the number itself.
+    line 22. This function returns the number of colayers.
     """
     return sum(bool(element & bit_of(rank)) for element in row_vector)
 
@@ -52,7 +52,7 @@ def check_proportion(proportion: int, threshold: int) -> bool:
 
 
 def check_min_colayers(min_colayers: int | None, num_colayers: int) -> None:
-    """Raises ValueError unless `min_colayers` is None, or a threshold p that can be reached: at most k."""
+    """Raises ValueError unless `min_colayers` is None, or from 0 to k, the largest threshold p that can be reached."""
     if min_colayers is None:
         return
     check_integer("min_colayers", min_colayers, at_least=0)
@@ -102,8 +102,8 @@ class GEIRows:
     Attributes:
       iterations: int64 [rows], ascending: the rows that are kept.
       bits: uint8 [rows, k, ceil(n / 8)]: the elements. The first byte has the bits of ranks 0 to 7.
-      parts: int64 [m, 4]: for each incomplete colayer, its iteration, rank and colayer, and the number of its pieces
-        that were merged.
+      parts: int64 [m, 4]: for each incomplete gradient of a colayer, the iteration, rank and colayer, and the number of
+        merged pieces.
       completed: int64 [n]: for each rank, the latest iteration of which all colayers were merged; -1 if there is none.
     """
 

@@ -1,8 +1,8 @@
 """`Held`: contributions that a rank under Canary keeps back while a rank on the way to a piece's root is silent.
 
-A frozen root sums nothing up. Other ranks do not wait for it. Each adds up its own contributions, and sends the sum as
-one message when the root is heard again. So each contribution counts once, late, and takes no memory of its own.
-Meanwhile a rank trains these pieces by its own steps, as local SGD does.
+A frozen root sums nothing up. Other ranks do not wait for it. Each rank adds up its own contributions, and sends the
+sum as one message when the root is heard again. So each contribution counts once, although late, and takes no memory of
+its own. Meanwhile a rank trains these pieces by its own steps, as local SGD does.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Held:
         return 0 if held is None else len(held.iterations)
 
     def takes(self, layout: Layout, piece: Piece) -> bool:
-        """True if the next contribution to a piece is to be kept back: a rank is silent, or earlier ones are kept."""
+        """True if a piece's next contribution must be kept back, because a rank is silent or earlier ones are kept."""
         return (layout.key, piece.index) in self._sums or self.is_silent(layout, piece)
 
     def add(
@@ -85,7 +85,7 @@ class Held:
         return sorted(self._silence.ranks.intersection(*[{rank for path in paths for rank in path}]))
 
     def send(self) -> None:
-        """Sends the sums that are kept back, if all ranks on the way to the root are heard again."""
+        """Sends each sum that is kept back, unless a rank on the way to its root is still silent."""
         for where, held in list(self._sums.items()):
             if not self.is_silent(held.layout, held.piece):
                 del self._sums[where]

@@ -17,9 +17,9 @@ class Piece:
 
     Attributes:
       index: The piece's number in the layout.
-      colayer: z.
+      colayer: z, the index of the piece's colayer.
       bucket: The index of the vector that the piece is a part of.
-      where: The slice of that vector that is the piece.
+      where: The piece's slice of that vector.
       thread: The index of the network's thread for the piece.
       root: The rank that sums the piece up.
       parent: The rank to which this rank sends its sums; None at the root.
@@ -43,7 +43,8 @@ class Layout:
 
     The layout changes when ranks come and go. Each message names its layout, so that ranks need not learn of a change
     at the same time. The name is a *key* with a byte for every rank. The byte is odd if the rank takes part. It grows
-    with each end and each new incarnation of the rank (see `Departures`), up to 126 incarnations. So keys never repeat.
+    each time the rank ends or joins again (see `Departures`). So keys do not repeat, up to 126 new incarnations of a
+    rank.
 
     Args:
       key: The key of the layout.
@@ -70,7 +71,7 @@ class Layout:
         self._granularity = granularity
         routes = network.routes_among(len(self.ranks))
         self.pieces: list[Piece] = []
-        self._routes: list[Route] = []  # Of each piece.
+        self._routes: list[Route] = []  # The route of each piece.
         self.ended: set[int] = set()
         starts = [0] * len(sizes[0])
         for colayer, of_buckets in enumerate(sizes):
@@ -121,11 +122,11 @@ class Ledger:
     """The record of merged messages of each piece of a layout.
 
     Roots number the messages that they send out. A message is merged only if its number is new, so each contribution
-    counts once. Two replicas that have merged the first s messages of a root have merged the same contributions. So the
-    ledger identifies the content of the weights, and which of two replicas is ahead.
+    counts once. Two replicas that have merged the first s messages of a root have merged the same contributions. So
+    ledgers identify the content of the weights, and show which of two replicas is ahead.
 
     Attributes:
-      table: int64 array [pieces, 2 + n]. A row has the number of messages merged, the number of resyncs (see
+      table: int64 array [pieces, 2 + n]. A row has the number of messages merged, the number of the latest resync (see
         `hop_tf.strategies.canary.resync`), and then, for each rank, the number of contributions merged.
     """
 

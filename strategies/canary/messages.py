@@ -27,24 +27,26 @@ class MessageKind(enum.IntEnum):
     Attributes:
       UP: Contributions to a piece, summed up, on the way to the piece's root.
       DOWN: The sum that the piece's root sends out.
-      MARKED_DOWN: As DOWN. With this message, each rank begins a resync of the piece.
+      MARKED_DOWN: As DOWN. When this message arrives, each rank begins a resync of the piece.
       DIGEST: A short digest of a replica's values for a resync, to compare it with others. Empty if the replica has no
         values.
       VALUES: The piece's root asks for a replica's values.
       SNAPSHOT: A replica's values for a resync. Empty if the replica has none.
-      MEAN: The mean of the replicas' values. Empty if these are alike.
+      MEAN: The mean of the replicas' values. Empty if all these values are equal.
       PULL: Asks for a replica's state.
       STATE: The replica's state, or empty if it has none to give.
-      DONE: The sender has made its last step. The contributions tell how often it has contributed to each colayer. A
-        message to a rank that joined after that step has no contributions.
+      DONE: The sender has made its last step. The field `contributions` has the number of its contributions to each
+        colayer. A message to a rank that joined after that step has no contributions.
       MOVED: The sender contributes to this layout from now on. The payload is the key of its previous layout, if there
-        was one. The contributions tell how often the sender has contributed to each colayer of the previous layout.
+        was one. The field `contributions` has the number of the sender's contributions to each colayer of the previous
+        layout.
       FULL: The sender has received more than it may keep: no rank is to begin an iteration before there is room. The
         field `piece` is the number of the sender's thread.
       ROOM: The sender has room again. The field `piece` is the number of the sender's thread.
-      END: The piece's root has sent out everything, up to this sequence number.
+      END: The piece's root sends no further sums. The last one has this sequence number.
       HEARD: The sender knows this layout. The layout's roots are to announce its end.
-      MISSED: The sender has left out some sums of the piece, up to this sequence number: the receiver was silent.
+      MISSED: The sender did not send some sums of the piece, up to this sequence number, because the receiver was
+        silent.
       ENDING: The sender is about to end. The key has the incarnations of the ranks that the sender knows.
     """
 
@@ -68,7 +70,7 @@ class MessageKind(enum.IntEnum):
 
 
 _KINDS = {kind.value: kind for kind in MessageKind}
-# The kinds whose contributions are counts and colayers.
+# The kinds whose contributions are pairs of a count and a colayer.
 COUNTING = (MessageKind.DONE, MessageKind.MOVED)
 
 

@@ -20,7 +20,7 @@ class Peers:
 
     Attributes:
       done: The ranks that have made their last step, including this rank.
-      full: Pairs of a rank and its thread that has received more than it may keep.
+      full: Pairs of a rank and the index of its thread, for threads that have received more than they may keep.
       ending: For each rank that is about to end, the incarnations that it has announced.
     """
 
@@ -62,7 +62,7 @@ class Peers:
             return self._key
 
     def key_of(self, rank: int) -> int:
-        """A rank's byte in `present_key`: 1 in its first incarnation, 2 after that, 3 in its second one, and so on."""
+        """A rank's byte in `present_key`: 1 in its first incarnation, 2 after its end, 3 in its second, and so on."""
         return self._incarnation_byte(rank) + (rank != self._membership.rank and not self.is_present(rank))
 
     def _incarnation_byte(self, rank: int) -> int:
@@ -75,7 +75,7 @@ class Peers:
         return bytes(map(self._incarnation_byte, range(self._membership.world_size)))
 
     def is_incarnation(self, rank: int, incarnations: bytes) -> bool:
-        """True if a rank is in the incarnation that `incarnations` has for it, or was in it when it left."""
+        """True if `incarnations` has the rank's present incarnation, or its last one if the rank has left."""
         return incarnations[rank] == self._incarnation_byte(rank)
 
     def is_ahead(self, incarnations: bytes) -> bool:
@@ -103,7 +103,7 @@ class Peers:
         self._iterations[rank] = max(iteration, self._iterations.get(rank, iteration))
 
     def fastest(self, except_for: Collection[int] = (), among: Collection[int] | None = None) -> int | None:
-        """The fastest other rank in `among`, except some; None if there is none. Default: all known ranks."""
+        """The fastest other rank in `among` but not in `except_for`, or None. Default of `among`: all known ranks."""
         among = self._iterations if among is None else among
         ranks = [rank for rank in self.present() if rank in among and rank not in except_for]
         return max(ranks, key=lambda rank: self._iterations.get(rank, -1), default=None)

@@ -2,13 +2,13 @@
 
 No rank waits for a computation. A rank that receives contributions to a piece forwards their sum
 
-    as soon as all regular senders have sent: those in each of its last two sums, itself included;
+    as soon as all regular senders have sent (the senders in both of its last two sums, itself included);
     or when a rank sends again, before its previous contribution was forwarded;
     or at once, if the ranks that take part have changed, because ranks that know of the change send elsewhere.
 
 So in a cluster of equal ranks each message holds the contributions of all. A rank that falls behind delays no other:
-its contribution goes with the others' next sum. Being in a single sum does not make a sender regular, because a slow
-rank is in one now and then. All would wait for this rank in vain after each such sum.
+its contribution goes with the others' next sum. Being in a single sum does not make a sender regular. A slow rank is in
+a sum now and then, and after each such sum all others would wait for it in vain.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class PieceThread:
       channel: Sends messages.
       peers: The state of the other ranks.
       resync: The resyncs of the thread's pieces.
-      silence: The silent ranks, which are sent nothing.
-      max_bytes: With more bytes than this in the inbox, this rank tells the others to wait. With half of it, it tells
-        them to go on.
+      silence: The silent ranks, to which nothing is sent.
+      max_bytes: If the inbox holds more bytes than this, this rank tells the others to wait. When at most half of this
+        is left, it tells them to go on.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class PieceThread:
         self._peers = peers
         self._resync = resync
         self._silence = silence
-        # For each rank that was silent, the pieces of which this rank sent it nothing.
+        # For each silent rank, the pieces whose sums were not sent to it.
         self._missed: dict[int, dict[tuple[bytes, int], tuple[Layout, Piece]]] = {}
         self._inbox: collections.deque[tuple[Callable[[], None], int]] = collections.deque()
         self._questions: collections.deque[Callable[[bool], None]] = collections.deque()
@@ -150,7 +150,7 @@ class PieceThread:
             self._monitor.notify_all()
 
     def answer(self, work: Callable[[bool], None]) -> None:
-        """Adds work to be done next, even before `open`. `run` passes True if the replica is usable. Never blocks."""
+        """Adds work to be done next, even before `open`. Its argument: True if the replica is usable. Never blocks."""
         with self._monitor:
             self._questions.append(work)
             self._monitor.notify_all()
@@ -188,7 +188,8 @@ class PieceThread:
     def leave_resync(self, layout: Layout, piece: Piece) -> None:
         """Tells a piece's root not to wait for this rank in a resync.
 
-        A state was taken in place of some sums, which may include the marked message that begins a resync.
+        Called after this rank has taken a state in place of some sums. One of these may be the marked message that
+        begins a resync.
         """
         self.put(lambda: self._resync.begin(layout, piece, takes_part=False))
 
@@ -239,8 +240,8 @@ class PieceThread:
     def _tell(self) -> None:
         """Tells the others to wait, or that there is room again.
 
-        Only this thread does it, so that the messages keep their order. Receivers take them even if their inboxes are
-        full.
+        Only this thread sends these messages, so that they keep their order. Receivers accept them even if their
+        inboxes are full.
         """
         with self._monitor:
             self._is_full = not self._is_full
@@ -294,7 +295,7 @@ class PieceThread:
         data: np.ndarray | None = None,
     ) -> None:
         if piece.index in layout.ended:
-            self.num_late += len(contributions)  # The sender has left: the end waits for all other ranks.
+            self.num_late += len(contributions)  # The sender has left: a piece ends after all other contributions.
             return
         pending = self._sum_of(layout, piece)
         if sender in pending.senders:
@@ -377,7 +378,7 @@ class PieceThread:
             self._monitor.notify_all()
 
     def _end_if_due(self, layout: Layout, piece: Piece) -> None:
-        """At the root: if a piece is complete, tells all ranks so, and takes nothing more for it."""
+        """At the root: if a piece is complete, tells all ranks, and accepts no further contributions to it."""
         if piece.root != self._membership.rank or piece.index in layout.ended:
             return
         pending = self._sums.get((layout.key, piece.index))

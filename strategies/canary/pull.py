@@ -1,17 +1,17 @@
 """`Pulling`: a rank under Canary takes the state of the fastest rank.
 
 A state is the weights and the ledgers at one moment, so it holds each contribution as a whole or not at all. A rank
-takes a state only if all that was merged here was merged there, too. A message in flight that the state already
+takes a state only if the state contains everything that the rank has merged. A message in flight that the state already
 contains is not merged again, because the ledger has its number. If the fastest rank lacks something, the rank asks the
 next one. If all lack something, the rank takes the fastest rank's state. It may do so only if the contributions that
-this state lacks can no longer arrive there.
+this state lacks can no longer arrive at the fastest rank.
 
 A rank that was not sent all messages of a piece asks the root of the piece. The fastest rank may lack the same
 messages: two such ranks would take each other's state and lack the messages for ever.
 
 A rank that has just joined takes another rank's state before it merges anything. Meanwhile it answers at once that it
 has no state to give: otherwise two such ranks would wait for each other. The state also has ledgers of layouts that the
-new rank takes no part in. A rank that later takes its state may take part in them.
+new rank takes no part in. A rank that later takes the new rank's state may take part in them.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class _Own:
         self.num_kept += 1
 
     def add_to(self, encoding: PieceEncoding, piece: Piece, num_merged: int, total: np.ndarray) -> None:
-        """Adds the contributions after the first `num_merged` ones, which are merged, to `total`."""
+        """Adds all contributions to `total`, except the first `num_merged` ones, which are merged already."""
         while self.num_kept > self.num_sent - num_merged:
             self.num_kept -= self.latest.popleft()[0]
         for number, values in self.latest:
@@ -129,7 +129,8 @@ class Replica:
             self.gei = GEIMatrix(self._world_size, len(self.encoding.sizes))
             self.snapshots: dict[tuple[bytes, int], np.ndarray] = {}
             self.gaps: dict[tuple[bytes, int], int] = {}
-            # `_layouts` and `_past` are replaced, never changed, because each message reads them without the lock.
+            # `_layouts` and `_past` are replaced, never changed, because threads that handle messages read them without
+            # the lock.
             self._layouts: dict[bytes, Layout] = {}
             self._own: dict[tuple[bytes, int], _Own] = {}  # By layout and piece.
             # The ledgers of layouts that were freed, and of those that this rank takes no part in.
@@ -170,7 +171,7 @@ class Replica:
     def free(self, layout: Layout) -> None:
         """Frees a layout. Only messages already in an inbox are still merged. The ledger is kept: see `adopt`."""
         with self.lock:
-            # First, so that at any moment the layout is known or freed.
+            # Before the removal from `_layouts`, so that at any moment the layout is known or freed.
             self._past = {**self._past, layout.key: layout.ledger}
             self._layouts = {key: each for key, each in self._layouts.items() if key != layout.key}
             self.snapshots = {where: values for where, values in self.snapshots.items() if where[0] != layout.key}
@@ -186,9 +187,9 @@ class Replica:
         return key in self._past
 
     def read(self) -> tuple[np.ndarray, ...]:
-        """The weights that the graph is to compute with: the merged ones, and own contributions in flight.
+        """The weights that the graph is to compute with: the merged weights plus own contributions in flight.
 
-        Blocks: for one merge of a piece, or while a state is copied or taken.
+        Blocks: while a piece is merged, or a state is copied or taken.
         """
         with self.lock:
             copies = self.merged()
@@ -258,7 +259,7 @@ class Replica:
             return [(self._layouts[key], self._layouts[key].pieces[index]) for key, index in self.gaps]
 
     def slice_of(self, piece: Piece) -> np.ndarray:
-        """The part of the weights that is the piece, as a view. The lock must be held."""
+        """A view of the piece's part of the weights. The lock must be held."""
         return self.weights[piece.bucket][piece.where]
 
     # The state of another replica.
@@ -285,8 +286,9 @@ class Replica:
         ledgers are compared and taken. This rank also keeps ledgers of layouts that it takes no part in, for ranks that
         will take its state.
 
-        In a past layout, two replicas may differ for ever: a root died between sending to one rank and the next, or
-        sent a message before the other rank had joined. Dropping such a message is better than never taking the state.
+        In a past layout, two replicas may differ for ever. A root may have died after sending a message to only one of
+        them, or may have sent it before the other one joined. Dropping such a message is better than never taking the
+        state.
 
         A rank with gaps may be a root that is ahead of all others in its own pieces. It keeps these pieces, and takes
         the others.
@@ -347,7 +349,8 @@ class Replica:
     ) -> list[tuple[Layout, Piece]]:
         """The pieces in which this rank is ahead of a state. Empty if this rank has no gaps in other pieces.
 
-        Also empty if the two differ in several of the layouts that are compared, because their pieces overlap.
+        Also empty if this rank and the state differ in several of the compared layouts, because pieces of different
+        layouts overlap.
         """
         if not self.gaps:
             return []
@@ -361,7 +364,7 @@ class Replica:
         return [(layout, piece) for piece in layout.pieces if ahead[piece.index]]
 
     def _read_piece(self, layout: Layout, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Copies a piece's values and its row of the ledger. Returns them with its snapshot."""
+        """Returns copies of a piece's values and of its row of the ledger, and its snapshot."""
         row = layout.ledger.table[piece.index].copy()
         return self.slice_of(piece).copy(), row, self.snapshots.get((layout.key, piece.index))
 

@@ -1,4 +1,4 @@
-"""Keeps the replicas of Canary together: now and then each piece becomes the mean of its values on all ranks.
+"""Makes Canary's replicas equal again: now and then, each piece becomes the mean of its values on all ranks.
 
 Replicas that have merged the same messages differ by rounding only. The exceptions are lost messages, and changes to
 the weights of one rank. But at no moment have all ranks merged the same messages. So the root marks one of its
@@ -8,7 +8,7 @@ digests first, because the snapshots are usually equal to the bit. No rank waits
 weights meanwhile also takes that rank's snapshot, because the difference must fit the weights.
 
 When ranks leave or join, messages of the previous layout have no order relative to those of the next one. A rank that
-may merge both takes no part in a resync, and as a root begins none.
+may merge both takes no part in a resync, and begins none if it is a root.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Resync:
           layout: The layout.
           piece: The piece.
           takes_part: True if the message was merged just now. False if it may be part of a pulled state. Then the rank
-            that gave the state reports, if it takes part. This rank only tells the root not to wait for it.
+            that gave the state reports, if it takes part. This rank only tells the root not to wait.
         """
         with self._replica.lock:
             if takes_part and not self._is_alone(layout):

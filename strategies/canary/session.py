@@ -29,7 +29,8 @@ from hop_tf.transport.base import BULK_LANE, Message, Transport
 from hop_tf.transport.session_transport import SessionTransport
 
 _GATHER, _CALL = "canary_session/gather", "canary_session/call"
-# Of a gathered message: a digest of the ranks that take part, and the number of earlier exchanges among these ranks.
+# The header of a gathered message: a digest of the ranks that take part, and the number of earlier exchanges among
+# these ranks.
 _HEADER = struct.Struct("<Iq")
 
 
@@ -37,7 +38,7 @@ class CanarySession:
     """The methods of Table 3, over any transport. Use as a context manager.
 
     Two ranks must call the collectives that they share in the same order. In between, each may call any number of other
-    collectives, such as those of other cubes. Ranks tell each other their calls: a different call is an error.
+    collectives, such as those of other cubes. Ranks compare their calls, and raise `MismatchError` if these differ.
     Ranks and iterations count from 0.
 
     Several sessions may follow each other on a transport, or run at the same time. The k-th session on a rank's
@@ -106,7 +107,7 @@ class CanarySession:
         # Keyed by the ranks that take part.
         self._num_gathers: collections.Counter[tuple[int, ...]] = collections.Counter()
         self._gathered: dict[tuple[int, int, int], np.ndarray] = {}
-        # By rank: this rank's and the other rank's common calls that were not compared yet.
+        # For each other rank: this rank's and the other rank's common calls that were not compared yet.
         self._own_calls: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
         self._calls_there: dict[int, collections.deque[str]] = collections.defaultdict(collections.deque)
         self._settings = f"algorithm={self._network}, num_colayers={num_colayers}, codec={self._codec}"
@@ -211,7 +212,8 @@ class CanarySession:
     def _wait_compared(self, ranks: Sequence[int]) -> None:
         """Waits until all own calls were compared with the other ranks'.
 
-        Values may arrive before the call that they belong to. If the other rank has made another call, they are wrong.
+        Values may arrive before the call that they belong to. If the other rank has made another call, the values are
+        wrong.
         """
         self._membership.wait(
             lambda: [rank for rank in ranks if self._own_calls[rank]], operation="receive the calls of the others"
@@ -391,7 +393,7 @@ class CanarySession:
     # Consistency controller.
 
     def calc_staleness(self, iteration: int) -> int:
-        """The iterations that `iteration` is behind the newest one known to have started. Negative if it is ahead."""
+        """The number of iterations from `iteration` to the newest one known to have started. Negative if ahead."""
         check_integer("iteration", iteration, at_least=0)
         return self._index.staleness(iteration)
 
@@ -426,7 +428,7 @@ def _digest(ranks: tuple[int, ...]) -> int:
 
 
 def _lane_of(cube: tuple[int, int]) -> int:
-    """The lane of the ranks of a cube, which is that of the interface of the cube's level."""
+    """The lane for messages within a cube: the lane of the interface for the cube's level."""
     return BULK_LANE + cube[0]
 
 

@@ -119,7 +119,7 @@ class CanarySettings:
         return dataclasses.replace(self, algorithm="mesh") if self._chooses_algorithm else self
 
     def _bcubes(self, world_size: int, num_interfaces: int) -> list[BCube]:
-        """A list of the BCube that ranks may choose. Empty if their interfaces do not fit one."""
+        """A list with the BCube that ranks may choose. Empty if their interfaces do not fit one."""
         if not self._chooses_algorithm or num_interfaces < 2:
             return []
         alpha = round(world_size ** (1 / num_interfaces))
@@ -128,7 +128,7 @@ class CanarySettings:
 
     @property
     def _chooses_algorithm(self) -> bool:
-        """True if ranks choose when several algorithms fit. False with factors, which leave few bytes to save."""
+        """True if ranks choose among the algorithms that fit. False with factors, which leave few bytes to save."""
         return self.algorithm == AUTO and self.is_synchronous and not self._factorizes
 
     @property
@@ -148,7 +148,7 @@ class CanarySettings:
 
     @property
     def is_synchronous(self) -> bool:
-        """True if ranks wait for all bits of a row of the gradient exchange index."""
+        """True if ranks are synchronous: they wait for all bits of a row of the gradient exchange index."""
         return self.consistency == "bsp"
 
     @property

@@ -1,9 +1,9 @@
 """`SlotsBefore`: an optimizer under Canary forgets a step that was dropped.
 
 A contribution is the optimizer's step, and a step with momentum holds the gradients of earlier steps. If the velocity
-kept dropped gradients, later steps of an overtime rank would still contain them: with momentum m, the fraction m of
-each. So velocities and all other slots of a variable return to their values before the step, as if the iteration was
-skipped. A rank's contributions then come only from gradients that were not dropped.
+kept dropped gradients, later steps of an overtime rank would still apply a part of each: with momentum m, the fraction
+m of its total effect. So velocities and all other slots of a variable return to their values before the step, as if the
+iteration was skipped. A rank's contributions then come only from gradients that were not dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hop_tf.keras_hook.optimizers import slots_of
 class SlotsBefore:
     """The slots of some variables before a step. The constructor emits the ops that read them.
 
-    State that an optimizer keeps of all variables together, such as its count of steps, is not included.
+    State that an optimizer keeps for all variables together, such as its count of steps, is not included.
 
     Args:
       optimizer: The optimizer, built.

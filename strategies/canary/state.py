@@ -1,4 +1,4 @@
-"""The state that a rank under Canary sends to another rank, as bytes: joins its parts, and splits them again."""
+"""Converts the state that one rank under Canary sends to another rank to bytes, and back."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """`Absence`: the neighbors that a rank of Hop does not wait for, because they are or were frozen or cut off.
 
-A token queue bounds how far a rank is ahead of an out-neighbor, and so the memory there. A silent neighbor computes
-nothing, and newer messages to it replace older ones, so its memory needs no bound. If stragglers are tolerated, ranks
-go on without its tokens and updates, and owe the tokens. When the neighbor is back, it finds that its in-neighbors are
-further ahead than its tokens allow. It then takes their newest parameters, and goes on at the iteration of its
-out-neighbors (`HopExchange`), like a straggler that jumps (section 5). Until then no rank waits for it.
+A token queue bounds how far a rank is ahead of an out-neighbor, and so the memory that its updates need there. A silent
+neighbor computes nothing, and newer messages to it replace older ones, so its memory needs no bound. If stragglers are
+tolerated, ranks go on without its tokens and updates, and owe the tokens. When the neighbor is back, it finds that its
+in-neighbors are further ahead than its tokens allow. It then takes their newest parameters, and goes on at the
+iteration of its out-neighbors (`HopExchange`), like a straggler that jumps (section 5). Until then no rank waits for
+it.
 
 References:
   Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. The bounds of Table 1 on the gap
@@ -50,7 +51,7 @@ class Absence:
         self._returning.clear()
 
     def is_any(self) -> bool:
-        """True if some neighbor is absent. Mostly none is."""
+        """True if some neighbor is absent. Usually False."""
         return bool(self._silence.ranks or self._returning)
 
     def includes(self, rank: int) -> bool:
@@ -66,7 +67,7 @@ class Absence:
         return self.includes(rank) and self._settings.is_tolerated_by(self._membership.rank)
 
     def hear(self, rank: int, *, is_near: bool) -> None:
-        """Records a message of a neighbor. With `is_near`, its iteration is near enough for the neighbor to be back."""
+        """Records a message of a neighbor. If `is_near`, the neighbor's iteration shows that it is no longer absent."""
         self._silence.hear(rank)
         if is_near:
             self._returning.discard(rank)
@@ -82,7 +83,7 @@ class Absence:
             return
 
         def awaited() -> Collection[int]:
-            if self._returning:  # A rank that is lost must be waited for, so that all ranks learn of it.
+            if self._returning:  # Lost ranks must be waited for, so that all ranks learn of the loss.
                 self._returning -= {rank for rank in self._returning if self._membership.is_past_hope(rank)}
             return missing()
 

@@ -56,7 +56,7 @@ class HopAlgorithm(Algorithm):
         return num_skipped
 
     def _weigh_step(self, before: Sequence[tf.Tensor], more: tf.Tensor) -> None:
-        """Multiplies the optimizer's step by n times this rank's part of a batch, for n ranks that are present."""
+        """Multiplies the optimizer's step by n times this rank's part of a batch, with n present ranks."""
         for variable, value in zip(self.group.trained, before, strict=True):
             variable.assign_add((variable - value) * tf.cast(more, variable.dtype))
 

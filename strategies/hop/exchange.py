@@ -21,8 +21,8 @@ from hop_tf.tensors.fifo import Update
 from hop_tf.topology import Topology
 from hop_tf.transport.base import BULK_LANE, Message
 
-# Segments of a step: its start; if stragglers are tolerated, the arrival of its gradient; and the renewal before a
-# jump.
+# Segments of a step: its start, the arrival of its gradient (only if stragglers are tolerated), and the renewal before
+# a jump.
 STEP, REDUCTION, RENEWAL = 0, 1, 2
 
 
@@ -70,15 +70,16 @@ class HopExchange(Exchange, Joiner):
     def _begin(self, start: int) -> None:
         self._absence.reset()
         self._was_passed_by = self._has_followed = False
-        self._offset = 0  # The iterations that the others have made without this rank.
+        self._offset = 0  # The number of iterations that the others have made without this rank.
         self.iteration = start - 1
         self._target = start  # The next iteration.
         self._sent_rounds = start
         self._sent: Sequence[np.ndarray] = ()  # The parameters sent in the iteration that is not reduced yet.
         self._known_departed: set[int] = set()
-        # Neighbors that have entered this iteration together with the rank, and their incarnations.
+        # The neighbors that were present when this rank entered the iteration, and their incarnations.
         self._incarnations: dict[int, int] = {}
-        # For each in-neighbor, the first iteration of which it sends an update. Infinity on a newcomer, until `meet`.
+        # For each in-neighbor, the first iteration of which it sends an update. On a rank that has just joined,
+        # infinity until `meet`.
         self._first = dict.fromkeys(self._in_neighbors, math.inf if start else 0)
         weights = self._topology.weights(self._rank)
         del weights[self._rank]
@@ -122,7 +123,7 @@ class HopExchange(Exchange, Joiner):
         return Result(request.step, segment, change, self._steps_to_skip(num_skipped))
 
     def _steps_to_skip(self, num_iterations: int) -> int:
-        """The steps to skip after the first step of an iteration, if `num_iterations` more iterations are skipped."""
+        """The steps to skip after an iteration's first step, if the next `num_iterations` iterations are skipped."""
         return (num_iterations + 1) * self._settings.interval - 1 if num_iterations else 0
 
     def _follow(self, x: Sequence[np.ndarray], k: int) -> tuple[tuple[np.ndarray, ...], int]:
@@ -226,18 +227,20 @@ class HopExchange(Exchange, Joiner):
         return k >= self._first[j] and self._membership.delivers(j, self._group, k)
 
     def _check_connected(self, k: int) -> None:
-        """Raises HopError if ranks that ended before step k split the others into parts that would train apart."""
+        """Raises HopError if ranks that ended before step k split the others into parts that would train separately."""
         departed = {j for j in self._membership.departed() if not self._membership.delivers(j, self._group, k)}
         if departed != self._known_departed:
             self._known_departed = departed
-            # No check on a rank that has missed steps: in a custom loop, it makes them alone after the others.
+            # A rank that has missed steps is not checked. In a custom loop, it makes these steps alone, after the
+            # others.
             if not self._offset and not self._topology.is_connected_without(departed):
                 raise HopError(
                     f"rank {self._rank}, step {k}: ranks {sorted(departed)} have left, and the communication graph of "
                     "the others is no longer connected. Use a topology with more edges, or stop all ranks together."
                 )
 
-    # Ranks that join late. Ranks report the last step of their iteration, so that newcomers begin with the next one.
+    # Ranks that join late. Ranks report the last step of their iteration, so that newcomers begin with the next
+    # iteration.
 
     def begin_at(self, step: int) -> None:
         self.reset(self._queue.session, self.number_of(step))
@@ -253,7 +256,7 @@ class HopExchange(Exchange, Joiner):
     def admit(self, rank: int, step: int) -> int:
         own_step = self.steps_of(self.iteration)[-1]
         # A rank that is itself joining has no iteration yet, and `begin_at` resets its state. A rank that has ended may
-        # be further from the newcomer than ranks that train ever are.
+        # be further from the newcomer's iteration than a rank that trains can be.
         if self._membership.joining or self._membership.has_left:
             return own_step
         self._absence.forget(rank)
@@ -272,7 +275,7 @@ class HopExchange(Exchange, Joiner):
 
     @property
     def most_updates_in_memory(self) -> int:
-        """The most updates so far that were received and not yet used at one time. At most (1 + max_ig) * |N_in|."""
+        """The largest number so far of updates that were received but not yet used. At most (1 + max_ig) * |N_in|."""
         return self._most_updates
 
     def outcomes(self) -> Mapping[str, int]:

@@ -1,8 +1,8 @@
 """`Pacing`: the bound on the distance between neighbors of Hop, by token queues or NOTIFY-ACK.
 
 At one point of an iteration, a rank sends its neighbors a small message, unless an update carries it. At another point
-it waits for such messages. Ranks that have ended get no messages, and no rank waits for them. A rank that joins late
-counts from the iteration in which it enters.
+it waits for such messages. Ranks that have ended get no messages, and no rank waits for them. For a rank that joins
+late, counting starts at the iteration in which it enters.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Pacing(abc.ABC):
         return []
 
     def enter(self, k: int, incarnations: Mapping[int, int]) -> None:
-        """Called when the rank enters iteration k, together with neighbors of these incarnations."""
+        """Called when the rank enters iteration k. `incarnations`: those of the neighbors that are present."""
 
     def wait_to_send(self, k: int) -> None:
         """Called before the Send of iteration k."""
@@ -99,8 +99,9 @@ class Pacing(abc.ABC):
         for j in self._present(self._told):
             incarnation = incarnations.get(j)  # `admit` removes a rank that joins, maybe just now.
             if incarnation is not None:
-                # On lane 0: behind an update on a slow link, the message would delay a rank that does not need that
-                # update. To an absent rank, it supersedes earlier messages, because it tells all that they do.
+                # On lane 0, because behind an update on a slow link, the message would delay a rank that does not need
+                # that update. For an absent rank, the message supersedes earlier ones, because it contains their
+                # information.
                 self._queue.send(
                     j, ITERATION.pack(k), incarnation=incarnation, step=k, supersedes=self._absence.includes(j)
                 )
@@ -185,8 +186,8 @@ class TokenPacing(Pacing):
             return max(1, min(tokens.size for tokens in queues) - self._max_ig)
         if self._skip is None or not queues:
             return 1
-        # A jump needs updates of in-neighbors. These wait for this rank's tokens when they are max_ig iterations ahead.
-        # In directed graphs out-neighbors may be further ahead than that.
+        # A jump needs updates of in-neighbors, which wait for this rank's tokens when they are max_ig iterations ahead.
+        # In directed graphs, out-neighbors may be further ahead.
         num_behind = min(tokens.size for tokens in queues) - self._max_ig
         return min(self._skip.jump(num_behind), self._max_ig + 1)
 
@@ -239,7 +240,7 @@ class NotifyAckPacing(Pacing):
         self._acknowledged[j] = start - 1
 
     def meet(self, j: int, k: int) -> None:
-        """Records that j uses only updates of this rank after iteration k."""
+        """Records that j uses only this rank's updates of iterations after k."""
         self._acknowledged[j] = max(k, self._acknowledged[j])
 
     def _note(self, j: int, iteration: int) -> None:

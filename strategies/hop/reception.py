@@ -71,8 +71,8 @@ class TaggedReception(Reception):
     """Uses updates of iteration k itself, from all in-neighbors except up to `num_backup_workers`.
 
     If this rank has no backup workers, each update has its weight from the mixing matrix. The weight of a neighbor that
-    has ended goes to the rank itself. With backup workers, all received updates and the own parameters have equal
-    weights (Figure 8).
+    has ended goes to the rank itself. With backup workers, all received updates and the rank's own parameters have
+    equal weights (Figure 8).
 
     Args:
       settings: The settings of Hop.
@@ -92,7 +92,8 @@ class TaggedReception(Reception):
         self._next = 0  # The first iteration that has not been reduced.
         self._newest: dict[int, int] = {}  # The iteration of each sender's newest update, dropped or not.
         self._gap = settings.gap
-        # The newest update of each sender that is further ahead than the gap, because it did not hear of this rank.
+        # The newest update of each sender that is further ahead than the gap, because the sender did not hear from this
+        # rank.
         self._far: dict[int, Update] = {}
 
     def put(self, update: Update) -> None:

@@ -29,9 +29,9 @@ class SkipIterations:
     At the end of an iteration rank i knows from its token queues how far each out-neighbor j is ahead:
     TokenQ(j -> i).size() - max_ig = Iter(j) - Iter(i). If the smallest of these numbers is at least `trigger`, the rank
     jumps by that many iterations, at most `max_jump`, including the ordinary advance by one. Before a jump it averages
-    its parameters with those that its in-neighbors have in the iteration before the jump's target. It never gets ahead
-    of an out-neighbor. In directed graphs, in-neighbors may wait for it at an earlier iteration. It gets at most one
-    iteration ahead of that.
+    its parameters with those that its in-neighbors have in the iteration before the jump's target. A jump never takes
+    the rank ahead of an out-neighbor. In directed graphs, in-neighbors may wait for the rank at an earlier iteration.
+    The rank gets at most one iteration ahead of these in-neighbors.
 
     Attributes:
       max_jump: Most iterations in one jump, at least 2. Default 10.
@@ -163,11 +163,11 @@ class HopSettings:
 
     @property
     def tolerates_stragglers(self) -> bool:
-        """True if some rank can go on without an update of every neighbor in an iteration."""
+        """True if some rank can go on before it has an update of every neighbor."""
         return bool(self.has_backup_workers or self.max_staleness)
 
     def is_tolerated_by(self, rank: int) -> bool:
-        """True if this rank can go on without an update of every neighbor in an iteration."""
+        """True if this rank can go on before it has an update of every neighbor."""
         return bool(self.num_backup_workers_of(rank) or self.max_staleness)
 
     @property

@@ -62,79 +62,79 @@ class HopStrategy(ExchangeStrategy):
     - Ranks that are slow now and then: `num_backup_workers` or `max_staleness`, or both. Rank i is then at most
       max_iteration_gap * length(Path i->j) ahead of rank j. With staleness alone, it is also at most
       (max_staleness + 1) * length(Path j->i) ahead (Table 1).
-    - A rank that is slow all the time: these and `skip`. The rank then leaves out iterations, so that the others need
-      not wait.
+    - A rank that is slow all the time: one of these, and `skip`. The rank then leaves out iterations, so that the
+      others need not wait.
     - A silent rank: with backup workers or staleness, no rank waits for it, and these bounds do not hold for it. When
       it is back, it goes on at the iteration of its out-neighbors, with the mean of its in-neighbors' newest
       parameters. `fit` skips the batches of the steps that it has missed. A custom loop makes these steps at the end.
 
-    Non-trainable floating-point variables that are assigned in the training step before its update (moving statistics)
-    are averaged, too. Optimizer slots stay local.
+    Non-trainable floating-point variables that are assigned in the training step before the optimizer's update (moving
+    statistics) are averaged, too. Optimizer slots stay local.
 
     `report()` has these counts in addition to those of all strategies:
 
     - `late_updates`: updates that came too late or were superseded unused.
-    - `withheld_updates`: updates that were not sent. They would have come too late. Or, with backup workers or
-      staleness, newer ones replaced them before the link was free.
+    - `withheld_updates`: updates that were not sent, because they would have come too late. With backup workers or
+      staleness, also updates that newer ones replaced before the link was free.
     - `jumps`, and the `skipped_iterations` in them.
     - `silences`: the number of times that a neighbor was found to be silent.
     - `missed_iterations`: iterations that the others made while this rank was silent.
 
     Args:
       topology: The communication graph: a name ("ring", "ring_based", "double_ring", "complete", "hierarchical",
-        "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". In a
-        world of one it does not matter. Its weights are used only without backup workers and staleness. With these, all
+        "exponential"), a `hop_tf.Topology`, a mixing matrix (array) or a networkx graph. Default "ring_based". With a
+        single rank it does not matter. Its weights are used only without backup workers and staleness. With these, all
         updates of an iteration count equally, so that ranks with more neighbors contribute more to the consensus. On an
         undirected graph, they do so in proportion to the number of neighbors plus one.
       max_iteration_gap: Most iterations a rank may be ahead of an out-neighbor (the paper's max_ig), from 1 to 1000. A
         rank keeps up to `(1 + max_iteration_gap) * |N_in|` updates in memory. NOTIFY-ACK does not use it. Default 8.
       num_backup_workers: The number of in-neighbors whose updates a rank does not wait for. It gives equal weights to
         the updates that it has (Figure 8). One number for all ranks, or a list with one for each (the paper's
-        N_buw(i)): a rank of a fast machine with slow neighbors may have more. Less than a rank's number of in-neighbors
+        N_buw(i)): a rank on a fast machine with slow neighbors may have more. Less than a rank's number of in-neighbors
         plus one. Default 0: a rank waits for all, and weights are those of the topology.
-      max_staleness: The number of iterations by which an update may be older than the rank's own (Figure 9). A rank
-        waits only for neighbors whose newest update here is too old. It averages the newest updates that came since its
-        last average, weighted by iteration (Equation 2). With backup workers it does not wait for up to
-        `num_backup_workers` of these neighbors. Should be less than `max_iteration_gap`. Default 0: updates are those
-        of the rank's own iteration.
+      max_staleness: The number of iterations by which an update may be behind the rank's own iteration (Figure 9). A
+        rank waits only for neighbors whose newest update here is too old. It averages the newest updates that came
+        since its last average, weighted by iteration (Equation 2). With backup workers, it waits only while there are
+        more than `num_backup_workers` such neighbors. Should be less than `max_iteration_gap`. Default 0: updates are
+        those of the rank's own iteration.
       skip: `SkipIterations`: lets stragglers jump over iterations. Needs backup workers or staleness, `fit`, and one
         optimizer. The batches of skipped iterations are consumed and not trained on. Default None.
       interval: The number of steps of an iteration, p. With more than one, a rank averages with its neighbors in the
         first step of an iteration only, and trains on its own in the others (local SGD over a graph). It sends p times
         less, and waits p times less often. The unit of the arguments above, of error messages, and of the counts of
-        `report()` (except `steps`) is an iteration. A jump also leaves out the rest of the iteration that it begins
-        in. Needs update_order="parallel". In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12
-        cost 0.7. Default 1.
+        `report()` (except `steps`) is an iteration. A jump also leaves out the rest of the iteration that it begins in.
+        Needs update_order="parallel". In 248 steps of three ranks, p = 4 cost 0.3 points of accuracy, and p = 12 cost
+        0.7. Default 1.
       update_order: "parallel": a step sends the parameters that it begins with, and computes meanwhile. "serial": a
         step sends the result of its own update, and averages that (Figure 2, a). Communication is then not hidden
         behind the computation, but a step's gradient travels one step earlier. Default "parallel".
       synchronization: "queues", or "notify_ack", the earlier protocol that the paper compares with: a rank sends an
         update only after the receiver has used the previous one. Default "queues".
-      skewed_shards: True: for ranks whose data differ in kind, such as different classes. The change of the parameters
-        by averaging, times the momentum and divided by `interval`, is added to the optimizer's velocity. So a rank
-        moves on in the common direction, and not in its own. This sends no additional bytes. It needs
+      skewed_shards: True: for ranks whose data differ in kind, such as different classes. The change that averaging
+        makes to the parameters, times the momentum and divided by `interval`, is added to the optimizer's velocity. So
+        a rank moves on in the common direction, and not in its own. This sends no additional bytes. It needs
         `keras.optimizers.SGD` with momentum, update_order="parallel", no `batch_shares`, no backup workers and no
         staleness. Default False.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without the rank, as without a rank that has ended, unless their graph is
-        no longer connected. They share its rows of each batch. Changes that it had not sent are lost. A second `fit`,
-        `synchronize` and `gather_reports` need all ranks, and raise. So does everything before the first step. If the
-        same script is started again as that rank, its first `fit` skips the steps that it has missed. The rank takes
-        weights and optimizer slots from the neighbor that is furthest ahead, and goes on from there. That needs one
-        optimizer, and no `run_eagerly`. In a rank's mean, its own parameters replace those of an in-neighbor that has
-        gone. In a directed graph this changes the mean over all ranks. The number of backup workers stays as it is: if
-        it covers all remaining in-neighbors, a rank waits for no updates. Default None: "continue" with backup workers
-        or staleness, otherwise "raise".
-      min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
-        fewer, a rank raises `PeerLostError`, because others may train on, on the other side of a network cut. Default
-        None: more than half of the ranks; 1 if there are two.
+        the first step on, the others train on without the rank, as they do when a rank has ended. They raise `HopError`
+        if their graph is no longer connected. They share the lost rank's rows of each batch. Changes that the lost rank
+        had not sent are lost, too. A second `fit`, `synchronize` and `gather_reports` need all ranks, and raise. So
+        does everything that ranks do together before the first step. If the same script is started again as that rank,
+        its first `fit` skips the steps that it has missed. The rank takes weights and optimizer slots from the neighbor
+        that is furthest ahead, and goes on from there. That needs one optimizer, and no `run_eagerly`. In a rank's
+        mean, its own parameters replace those of an in-neighbor that has gone. In a directed graph this changes the
+        mean over all ranks. The number of backup workers stays as it is: if it covers all remaining in-neighbors, a
+        rank waits for no updates. Default None: "continue" with backup workers or staleness, otherwise "raise".
+      min_ranks: With on_peer_loss="continue": the number of ranks that must remain, neither lost nor failed. With
+        fewer, a rank raises `PeerLostError`, because other ranks may still train on the other side of a network
+        partition. Default None: more than half of the ranks; 1 if there are two.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). Averaging
-        with the weights of the topology keeps the mean of the parameters over the ranks. This mean is to move by the
-        ranks' steps in proportion to their rows. So the optimizer's step is multiplied by n times the rank's part, with
-        n ranks. If ranks have left or are lost, n and the part are those among the others. Weight decay and moving
-        statistics are not multiplied. Default None: all parts are equal.
-      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        with the topology's weights preserves the mean of the parameters over the ranks. This mean must move by each
+        rank's step in proportion to its rows. So the optimizer's step is multiplied by n times the rank's part, with n
+        ranks. If ranks have left or are lost, only the remaining ranks count for n and the part. Weight decay and
+        moving statistics are not multiplied. Default None: all parts are equal.
+      devices: Names of this process's devices, as for `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
