@@ -91,8 +91,8 @@ def quantile_sketch_accumulate(
     """Adds bucket_values[codes] to `accumulator`, in place. For arrays only.
 
     Args:
-      codes: As `quantile_sketch_decode` takes them.
-      bucket_values: As `quantile_sketch_decode` takes them.
+      codes: As for `quantile_sketch_decode`.
+      bucket_values: As for `quantile_sketch_decode`.
       accumulator: float32, in the shape of `codes`; writable and C-contiguous.
       num_threads: As of `quantile_sketch_encode`.
 

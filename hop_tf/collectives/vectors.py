@@ -69,7 +69,7 @@ class Vector:
         return self._pieces[num_ranks]
 
     def whole(self) -> list[slice]:
-        """The chunks of the whole vector: twice as long as a piece's, so that half a vector would have as many."""
+        """The chunks of the whole vector: twice as long as usual, so as many as in half a vector."""
         return self._chunks(0, self._size, 2 * self._chunk_values)
 
     def _chunks(self, start: int, stop: int, num_values: int) -> list[slice]:

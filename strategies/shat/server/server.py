@@ -52,8 +52,9 @@ class ParameterServer:
     - temporary memory of an update: a few times 4 MiB, or the largest variable if the optimizer looks at whole tensors;
       glibc may keep this memory, up to 64 MiB in a thread (MALLOC_ARENA_MAX);
     - s for a state in flight to a worker or a file, if an update comes meanwhile, because TensorFlow then copies the
-    slots; - 1 with a lossy codec, for the decoded push; - up to W - 1 if threads are delayed between an answer and the
-    release of its push.
+      slots;
+    - 1 with a lossy codec, for the decoded push;
+    - up to W - 1 if threads are delayed between an answer and the release of its push.
 
     Args:
       transport: The transport. The server takes its messages from now on.
@@ -370,7 +371,7 @@ class ParameterServer:
                 self._first_has_pushed = True
                 self._has_begun = True  # This process may have been started after rank 0's announcement.
         if not is_current:
-            return  # The worker has left meanwhile, and awaits no answer. If it leaves after this check, the group notices.
+            return  # The worker has left meanwhile, and awaits no answer. If it leaves later, the group notices.
         self._answer_due_pulls()
         try:
             configured = self._find(push.group)

@@ -42,9 +42,8 @@ def serve(
       snapshots: The directory and the times of snapshots. Default: no snapshots.
 
     Blocks: until all workers have ended. The server does not wait for workers that are dead, or cannot be reached for
-      `timeout_seconds`. SIGTERM, for example when the machine is taken away, ends the process earlier: after a last
-      snapshot, with exit code
-    143.
+    `timeout_seconds`. SIGTERM, for example when the machine is taken away, ends the process earlier: after a last
+    snapshot, with exit code 143.
 
     Raises:
       ClusterConfigError: If this process is not a `ps` task.
