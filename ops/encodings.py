@@ -187,7 +187,7 @@ def int8_reduce(codes, scales, values, block_size: int | None = DEFAULT_BLOCK_SI
       block_size: As in `int8_encode`.
 
     Returns:
-      codes, scales: As of `int8_encode`.
+      codes, scales: As for `int8_encode`.
 
     Raises:
       ValueError: If `block_size` is out of range.

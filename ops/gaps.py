@@ -29,7 +29,7 @@ def bits_per_index(ratio: float) -> float:
 
 
 def sizes(num_values: int, count: int) -> tuple[int, int]:
-    """The bytes of the remainders of `count` indices below `num_values`, and an upper bound for their quotients' bytes."""
+    """The bytes of the remainders of `count` indices below `num_values`, and the largest size of the quotients."""
     shift = _shift(num_values, count)
     return -(-count * shift // 8), -(-(count + ((num_values - count) >> shift)) // 8) if count else 0
 
@@ -69,7 +69,7 @@ def decode(data: np.ndarray, count: int, num_values: int) -> np.ndarray:
     Args:
       data: 1-D uint8 array, C-contiguous.
       count: Number of indices.
-      num_values: As of `encode`.
+      num_values: As for `encode`.
 
     Returns:
       int64[count].

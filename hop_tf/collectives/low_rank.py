@@ -96,7 +96,7 @@ class LowRankMean(Mean):
         before_commit: Callable[[], None] = lambda: None,
         **arguments: int,
     ) -> list[np.ndarray]:
-        """Averages over all ranks; arguments and errors as of `Mean.mean`.
+        """Averages over all ranks; arguments and errors as for `Mean.mean`.
 
         In a world of two, the other rank may leave in the middle of this step. Then some buckets may be the mean of
         both ranks, and others this rank's own.

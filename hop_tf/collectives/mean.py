@@ -48,8 +48,8 @@ class Mean(abc.ABC):
 
         Raises:
           HopError: As `Membership.wait` does.
-          Interrupted: If this rank leaves the session before any rank, or in a mesh of two this rank, can have a mean
-            of this step.
+          Interrupted: If this rank leaves the session before any rank can have a mean of this step. In a mesh of two,
+            only this rank's own mean matters.
           ProtocolError: If the data of another rank cannot be decoded.
         """
 

@@ -132,5 +132,5 @@ class _Flow:
 
 
 def get_algorithm(name: str) -> Callable[..., AllReduce]:
-    """The constructor of the all-reduce with that name: one of `ALGORITHMS`, or a network as of `get_network`."""
+    """The constructor of the all-reduce with that name: one of `ALGORITHMS`, or a network as for `get_network`."""
     return ALGORITHMS.get(name) or functools.partial(RoutedAllReduce, network=get_network(name))

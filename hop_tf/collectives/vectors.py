@@ -292,7 +292,7 @@ class SparseVector(Vector):
 
 
 def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
-    """True if sending selections to all others takes at most as many bytes as sending whole vectors in pieces:
+    """True if sending selections to all others takes at most as many bytes as sending dense vectors in pieces:
 
         (n - 1) codec.bytes_per_value  <=  2 (n - 1) / n  codec.dense.bytes_per_value
 

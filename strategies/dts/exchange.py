@@ -291,7 +291,7 @@ class DTSExchange(AveragingExchange):
         return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), self._is_ending)
 
     def _timed_setting(self, window: int) -> Setting | None:
-        """The setting that the times of a window belong to. None for several settings, or if nothing was in flight."""
+        """The setting that a window's times belong to. None if they span several settings, or nothing was in flight."""
         course = self._courses.of(window)
         num_newer = course.schedule.num_newer
         num_before = num_newer + max(1, num_newer)  # The first steps have nothing to wait for.
@@ -314,7 +314,7 @@ class DTSExchange(AveragingExchange):
         """The settings that ranks have chosen.
 
         Returns:
-          `delay`: D; `interval`: p; others as of `Autotuner.gauges`. Empty if ranks do not choose.
+          `delay`: D; `interval`: p; others as for `Autotuner.gauges`. Empty if ranks do not choose.
         """
         if self.tuner is None:
             return {}

@@ -160,7 +160,7 @@ class DTSStrategy(ExchangeStrategy):
         weights each rank's change by its number of rows in the window. A change is about minus the learning rate times
         a sum of mean gradients. So each row counts the same, except with adaptive optimizers. With delay 0, interval 1
         and SGD that is synchronous training. Default None: all parts are equal.
-      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+      devices: Names of this process's devices, as for `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.

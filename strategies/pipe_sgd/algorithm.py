@@ -25,7 +25,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
 
     Args:
       group: The group, whose exchange is a `PipeSGDExchange`.
-      shares: As of `GradientAlgorithm`.
+      shares: As for `GradientAlgorithm`.
     """
 
     def __init__(self, group: Group, shares: BatchShares | None = None):

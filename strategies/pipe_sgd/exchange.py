@@ -68,7 +68,7 @@ class PipeSGDExchange(GradientExchange):
     Args:
       context: Membership, packing and buffers of the group.
       settings: The settings of the strategy.
-      tell: As of `Autotuner`.
+      tell: As for `Autotuner`.
 
     Attributes:
       settings: As given.

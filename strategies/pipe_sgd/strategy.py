@@ -127,7 +127,7 @@ class PipeSGDStrategy(ExchangeStrategy):
         weights each rank by its rows in the step, g = sum of n_i g_i / sum of n_i. So it is the mean of the whole
         batch, with any shares. A rank's own gradient stands in for a mean at its full size. Default None: all parts are
         equal.
-      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+      devices: Names of this process's devices, as for `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.

@@ -35,7 +35,7 @@ class ShatExchange(Exchange, Joiner):
       context: Membership, packing and buffers of the group.
       settings: The settings of the strategy.
       shares: The part of a batch that each worker takes. Default: all parts are equal.
-      tell: As of `Autotuner`. Default: does nothing.
+      tell: As for `Autotuner`. Default: does nothing.
 
     Attributes:
       shards: The shard of each server that has one.

@@ -116,7 +116,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         counts in proportion: the servers add a step times the worker's part, instead of 1 / n. For a pushed gradient,
         they multiply the learning rate by n times the worker's part. With "bsp", the servers' means weight each worker
         by its number of rows. Workers make their own steps at full size. Default None: all parts are equal.
-      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+      devices: Names of this process's devices, as for `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
@@ -252,7 +252,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         )
 
     def report(self) -> dict[str, float]:
-        """Counters of this rank, as of the other strategies, with the latest alpha and c.
+        """Counters of this rank, as for the other strategies, with the latest alpha and c.
 
         Returns:
           The values of `ExchangeStrategy.report`, and the following.

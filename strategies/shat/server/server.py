@@ -167,7 +167,7 @@ class ParameterServer:
     # Workers that come and go.
 
     def _enter(self, session: int) -> None:
-        """Enters a session with its first message from any worker, except a farewell. The lock must be held."""
+        """Enters a session at its first message, other than a farewell, from any worker. The lock must be held."""
         if session > self._session:
             self._begin_session(session)
 

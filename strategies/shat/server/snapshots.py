@@ -152,7 +152,8 @@ class Snapshots:
     def _check_others(self, group: str) -> None:
         """Raises MismatchError if there are snapshots of variables with other names.
 
-        Otherwise a script with changed names, as when Keras numbers layers differently, would silently begin anew.
+        Otherwise a script with changed names, for example because Keras numbers layers differently, would silently
+        begin anew.
         """
         number, _, _ = group.partition("-")
         others = [p for p in self._directory.glob(f"ps_{self._index}_{number}-*") if p.suffix != _UNFINISHED]
