@@ -91,17 +91,17 @@ def quantile_sketch_accumulate(
     """Adds bucket_values[codes] to `accumulator`, in place. For arrays only.
 
     Args:
-      codes: As `quantile_sketch_decode` takes them.
-      bucket_values: As `quantile_sketch_decode` takes them.
+      codes: As for `quantile_sketch_decode`.
+      bucket_values: As for `quantile_sketch_decode`.
       accumulator: float32, in the shape of `codes`; writable and C-contiguous.
-      num_threads: As of `quantile_sketch_encode`.
+      num_threads: As for `quantile_sketch_encode`.
 
     Raises:
       ValueError: If `bucket_values` has another size, or `accumulator` does not fit.
       TypeError: If an argument is of another type.
 
     References:
-      As of `hop_tf.ops.quantile_sketch_encode`.
+      As for `hop_tf.ops.quantile_sketch_encode`.
     """
     codes, bucket_values = _sketch(codes, bucket_values)
     (accumulator,) = _results([accumulator], ("accumulator", codes.shape, np.float32))
@@ -244,14 +244,14 @@ def truncate16_accumulate(halves: np.ndarray, accumulator: np.ndarray, *, num_th
     Args:
       halves: bfloat16 array of any shape.
       accumulator: float32, in the shape of `halves`; writable and C-contiguous.
-      num_threads: As of `quantile_sketch_encode`.
+      num_threads: As for `quantile_sketch_encode`.
 
     Raises:
       ValueError: If `accumulator` does not fit.
       TypeError: If an argument is of another type.
 
     References:
-      As of `hop_tf.ops.truncate16_encode`.
+      As for `hop_tf.ops.truncate16_encode`.
     """
     halves = _typed("halves", halves, _BFLOAT16)
     (accumulator,) = _results([accumulator], ("accumulator", halves.shape, np.float32))
@@ -278,7 +278,7 @@ def few_bits_encode(
       block_size: Values per block: a multiple of 8 from 8 to 1024. The last block may be shorter.
       bits: 4 or 2.
       out: (scales, codes).
-      num_threads: As of `quantile_sketch_encode`.
+      num_threads: As for `quantile_sketch_encode`.
 
     Returns:
       scales: uint16[ceil(size / block_size) * 4 / bits]: patterns of bfloat16.
@@ -314,13 +314,13 @@ def few_bits_decode(
     """Decodes the results of `few_bits_encode`. For arrays only.
 
     Args:
-      scales: As of `few_bits_encode`.
-      codes: As of `few_bits_encode`.
+      scales: As for `few_bits_encode`.
+      codes: As for `few_bits_encode`.
       size: Number of values.
-      block_size: As of `few_bits_encode`.
-      bits: As of `few_bits_encode`.
+      block_size: As for `few_bits_encode`.
+      bits: As for `few_bits_encode`.
       out: Takes the values.
-      num_threads: As of `quantile_sketch_encode`.
+      num_threads: As for `quantile_sketch_encode`.
 
     Returns:
       float32[size].
@@ -353,12 +353,12 @@ def few_bits_accumulate(
     """Adds the result of `few_bits_decode` to `accumulator`, in place. For arrays only.
 
     Args:
-      scales: As of `few_bits_encode`.
-      codes: As of `few_bits_encode`.
+      scales: As for `few_bits_encode`.
+      codes: As for `few_bits_encode`.
       accumulator: 1-D, float32; writable and C-contiguous.
-      block_size: As of `few_bits_encode`.
-      bits: As of `few_bits_encode`.
-      num_threads: As of `quantile_sketch_encode`.
+      block_size: As for `few_bits_encode`.
+      bits: As for `few_bits_encode`.
+      num_threads: As for `quantile_sketch_encode`.
 
     Raises:
       ValueError: If an argument is out of range or does not fit.
@@ -389,16 +389,16 @@ def few_bits_reduce(
     """Encodes the sum, in float32, of `values` and the result of `few_bits_decode`. For arrays only.
 
     Args:
-      scales: As of `few_bits_encode`.
-      codes: As of `few_bits_encode`.
-      values: As of `few_bits_encode`.
-      block_size: As of `few_bits_encode`.
-      bits: As of `few_bits_encode`.
+      scales: As for `few_bits_encode`.
+      codes: As for `few_bits_encode`.
+      values: As for `few_bits_encode`.
+      block_size: As for `few_bits_encode`.
+      bits: As for `few_bits_encode`.
       out: (scales, codes). May be the arguments themselves.
-      num_threads: As of `quantile_sketch_encode`.
+      num_threads: As for `quantile_sketch_encode`.
 
     Returns:
-      (scales, codes), as of `few_bits_encode`.
+      (scales, codes), as for `few_bits_encode`.
 
     Raises:
       ValueError: If an argument is out of range or does not fit.

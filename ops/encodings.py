@@ -26,13 +26,13 @@ def quantile_sketch_encode(values, spacing: float = 0.5) -> tuple[tf.Tensor, tf.
 
     Values are distinguished by the upper 16 bits of float32 (one part in 128 to 256). If more than 1/500 of all values
     have the same upper bits, up to 16 more bits distinguish them. Values that are not distinguished share a bucket. So
-    buckets of continuous data begin within 1/1000 of all values of their exact places. A value that would fill more
-    than four buckets gets a bucket of its own and stays exact. An example is zero in a sparse gradient. Every value is
-    exact if at most 256 values are distinguished. Values with a magnitude below 2^-126 count as zero.
+    a bucket of continuous data begins at most 1/1000 of all values away from its exact place. A value that would fill
+    more than four buckets gets a bucket of its own and stays exact. An example is zero in a sparse gradient. Every
+    value is exact if at most 256 values are distinguished. Values with a magnitude below 2^-126 count as zero.
 
     Args:
       values: Tensor of any shape of float32, bfloat16 or float16; at most 2^31 - 1 values. If a value is not finite,
-        all decode to nan, so that a check of the decoded values sees it.
+        all decode to nan, so that a check of the decoded values finds it.
       spacing: Above 0, at most 1.
 
     Returns:
@@ -86,7 +86,7 @@ def quantile_sketch_decode(codes, bucket_values) -> tf.Tensor:
 def int8_encode(values, block_size: int | None = DEFAULT_BLOCK_SIZE) -> tuple[tf.Tensor, tf.Tensor]:
     """Rounds the values of each block to multiples of 1/127 of the block's largest magnitude.
 
-    The error is at most half such a step, and a few units in float32's last place. A block in which all magnitudes are
+    The error is at most half such a step, plus a few units in float32's last place. A block in which all magnitudes are
     below 2^-119 decodes to zeros. A block with a value that is not finite decodes to nan.
 
     Args:
@@ -187,7 +187,7 @@ def int8_reduce(codes, scales, values, block_size: int | None = DEFAULT_BLOCK_SI
       block_size: As in `int8_encode`.
 
     Returns:
-      codes, scales: As of `int8_encode`.
+      codes, scales: As for `int8_encode`.
 
     Raises:
       ValueError: If `block_size` is out of range.

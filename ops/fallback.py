@@ -80,7 +80,7 @@ def _patterns(floats: tf.Tensor) -> tf.Tensor:
 
 
 def _cells(patterns: tf.Tensor, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The cell of each value, a bin or a part of a refined bin; the refined bins; and the patterns in a part."""
+    """The cell of each value (a bin, or a part of a refined bin), the refined bins, and the patterns per part."""
     bins = patterns // _BIN_SIZE
     members = tf.math.unsorted_segment_sum(tf.ones_like(bins), bins, _NUM_BINS)
     is_refined = (members > tf.maximum(size // _REFINE_FRACTION, 1)) & (tf.range(_NUM_BINS) > 0)
@@ -107,7 +107,7 @@ def _exponents(patterns: tf.Tensor) -> tf.Tensor:
 def _assign_codes(patterns, widths, members, size, spacing: float) -> tf.Tensor:
     """The code of each bin. Bins are in order of their values.
 
-    Runs on the processor, because cumulated sums on a GPU need not be monotonic.
+    Runs on the processor, because cumulative sums on a GPU need not be monotonic.
     """
     with tf.device("/cpu:0"):
         return _assign_codes_on_cpu(patterns, widths, members, size, spacing)

@@ -97,7 +97,7 @@ def _mean_scale(sums: np.ndarray, numbers: np.ndarray, units: np.ndarray) -> np.
 
 
 def _rounded(magnitudes: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16 to patterns of magnitudes, ties to even; no larger than the largest finite one."""
+    """Rounds patterns of magnitudes to the nearest finite bfloat16, ties to even."""
     halves = (magnitudes.astype(np.uint64) + 0x7FFF + ((magnitudes >> 16) & 1)) >> 16
     return np.minimum(halves, LARGEST_HALF).astype(np.uint16)
 

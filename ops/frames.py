@@ -57,7 +57,7 @@ def exchanges_frames() -> bool:
 
 
 def pieces_of(arrays: Sequence[np.ndarray]) -> ctypes.Array[Piece]:
-    """The memory of contiguous uint8 arrays. The caller must keep these alive."""
+    """The memory of contiguous uint8 arrays. The caller must keep the arrays alive."""
     # Not `array.ctypes`, which takes three times as long.
     return (Piece * len(arrays))(*[(array.__array_interface__["data"][0], array.size) for array in arrays])
 
@@ -65,7 +65,7 @@ def pieces_of(arrays: Sequence[np.ndarray]) -> ctypes.Array[Piece]:
 def exchange_frames(addresses: Sequence[int], idle_milliseconds: int, total_milliseconds: int) -> None:
     """Sends frames, and receives other frames meanwhile, each on a socket of its own.
 
-    Awaited frames that are not complete may be passed again to another call.
+    Awaited frames that are not complete may be passed again to a later call.
 
     Args:
       addresses: Addresses of the frames. The caller must keep the frames alive, and the memory that they point to.

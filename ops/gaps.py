@@ -1,4 +1,4 @@
-"""Increasing indices as Rice codes of their gaps: about 8.1 bits for an index if one value in 100 has one.
+"""Increasing indices as Rice codes of their gaps: about 8.1 bits per index if one value in 100 has an index.
 
 `HopTfGapsEncode` describes the encoding. Without the native kernels, NumPy computes the same.
 
@@ -29,7 +29,7 @@ def bits_per_index(ratio: float) -> float:
 
 
 def sizes(num_values: int, count: int) -> tuple[int, int]:
-    """The bytes of the remainders of `count` indices below `num_values`, and the most bytes of their quotients."""
+    """The bytes of the remainders of `count` indices below `num_values`, and the largest size of the quotients."""
     shift = _shift(num_values, count)
     return -(-count * shift // 8), -(-(count + ((num_values - count) >> shift)) // 8) if count else 0
 
@@ -69,7 +69,7 @@ def decode(data: np.ndarray, count: int, num_values: int) -> np.ndarray:
     Args:
       data: 1-D uint8 array, C-contiguous.
       count: Number of indices.
-      num_values: As of `encode`.
+      num_values: As for `encode`.
 
     Returns:
       int64[count].
@@ -98,7 +98,7 @@ def decode(data: np.ndarray, count: int, num_values: int) -> np.ndarray:
 def _shift(num_values: float, count: float) -> int:
     """The bits of a remainder: the integer part of log2(0.96 num_values / count), and 0 at least.
 
-    From 0.962 on, one bit more makes codes shorter: 2 ln((1 + sqrt(5)) / 2), for long, geometrically distributed gaps.
+    For long, geometrically distributed gaps, the factor with the shortest codes is 2 ln((1 + sqrt(5)) / 2), or 0.962.
     """
     return max(0, int(24 * num_values // (25 * count)).bit_length() - 1) if count else 0
 

@@ -9,7 +9,7 @@ from hop_tf.ops import native
 BLOCK_BYTES = 4096
 KEY_BYTES = BLOCK_BYTES
 _PAIRS = 8
-# The blocks hashed at a time, few enough to stay in the processor's cache.
+# The number of blocks that are hashed at a time: few enough to stay in the processor's cache.
 _NUMPY_BLOCKS = 16
 
 

@@ -45,7 +45,8 @@ def add_product(left: np.ndarray, right: np.ndarray, matrix: np.ndarray, scale: 
 def orthonormalize(vectors: np.ndarray) -> None:
     """Makes vectors [r, m] orthogonal, and of length 1, in place.
 
-    A vector in the span of the earlier ones is replaced by another vector. After m vectors, it becomes 0 instead.
+    A vector in the span of the earlier ones is replaced by a vector outside of that span. If m earlier ones span the
+    whole space, it becomes 0.
     """
     if native.kernels() is not None:
         native.call("Orthonormalize", address(vectors), *vectors.shape)
@@ -58,7 +59,7 @@ def orthonormalize(vectors: np.ndarray) -> None:
 
 
 def _reduced(vector: np.ndarray | None, earlier: np.ndarray) -> np.ndarray | None:
-    """A vector of length 1 that is orthogonal to earlier ones; None if only rounding is left."""
+    """A vector of length 1 that is orthogonal to earlier ones; None if only rounding errors are left."""
     if vector is None:
         return None
     left = vector - (earlier @ vector) @ earlier

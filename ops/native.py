@@ -57,13 +57,14 @@ def native_available() -> bool:
 
 
 def build_info() -> dict[str, object]:
-    """Describes the build of the native kernels, for reports of errors.
+    """Describes the build of the native kernels, for bug reports.
 
     This function asks the driver for the GPUs, so set `CUDA_VISIBLE_DEVICES` first.
 
     Returns:
-      `native`: see `native_available`; `compiler`: with the instruction set in use; `num_cores`: the number of threads
-      for large arrays; `cuda`: True if the operations run on GPUs; `cuda_error`: the reason why they do not, or "".
+      `native`: see `native_available`; `compiler`: the compiler, and the instruction set in use; `num_cores`: the
+      number of threads for large arrays; `cuda`: True if the operations run on GPUs; `cuda_error`: the reason why they
+      do not, or "".
     """
     library, cuda_error = kernels(), _cuda_error()
     return {
@@ -118,7 +119,8 @@ def _cuda_error() -> str:
     if not path.exists():
         return f"{_CUDA} was not built"
     try:
-        # RTLD_GLOBAL, so that the operations find the kernels. They register these if HopTfCudaError returns "".
+        # RTLD_GLOBAL, so that the operations find the kernels. The operations register them if HopTfCudaError returns
+        # "".
         find_error = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL).HopTfCudaError
     except (OSError, AttributeError) as error:
         return str(error)

@@ -11,7 +11,7 @@ _SCAN_VALUES = 1 << 17
 
 
 def magnitudes(values: np.ndarray) -> np.ndarray:
-    """Integers in the order of magnitudes: the bits of the numbers without their signs. 0 gives 0, NaN the largest."""
+    """Integers in the order of magnitudes: the bits of the numbers without signs. 0 gives 0. NaN gives the largest."""
     integers = np.dtype(f"i{values.itemsize}")
     return values.view(integers) & integers.type(np.iinfo(integers).max)
 

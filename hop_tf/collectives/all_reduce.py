@@ -16,7 +16,7 @@ equal to the bit.
 
 A sparse codec selects different values on each rank, and their mean is less sparse. So every rank sends its whole
 selection to all others, in one message. Each rank adds all selections, in the order of ranks. If that takes more bytes
-than whole vectors in pieces (see `vectors.goes_sparse`), ranks average whole vectors as above instead. They encode
+than dense vectors in pieces (see `vectors.goes_sparse`), ranks average dense vectors as above instead. They encode
 these with the sparse codec's codec for values. The same happens in a step in which a rank's selection is longer than
 the codec's bound: an empty message tells the others.
 
@@ -56,11 +56,11 @@ from hop_tf.tensors.buffers import BufferPool
 # Values of a chunk. A chunk is large enough that Python costs little, and small enough that a piece has several chunks.
 CHUNK_VALUES = 1 << 19
 
-# Between two ranks, one is at most this many chunks ahead of what it has received: 48 MiB, which fill a long link, but
-# neither the memory that two processes of one machine share nor the mailbox.
+# In a world of two, a rank sends at most this many chunks more than it has received: 48 MiB. They fill a long link, but
+# neither the mailbox nor the memory that two processes of one machine share.
 _MAX_CHUNKS_AHEAD = 12
 
-# The turn of whole vectors, and the data that a rank sends if its vector is too long to go whole.
+# The turn number of whole vectors, and the data that a rank sends if its vector is too long to go whole.
 _WHOLE = (1 << 32) - 1
 _TOO_LONG = np.empty(0, np.uint8)
 
@@ -69,8 +69,9 @@ class AllReduce(Mean):
     """Means by messages between the ranks.
 
     Attributes:
-      passes_sums: True if ranks pass on sums of several ranks' values, and not only their own values and means.
-      takes_turns: True if `_reduce` always receives after its last send. Its messages may then be held until its next
+      passes_sums: True if ranks send sums of several ranks' values, too. False if they send only their own values, and
+        means.
+      takes_turns: True if `_reduce` always receives after its last send. Messages may then be held until the next
         receive: see `Operation.swaps`.
 
     Args:
@@ -80,7 +81,7 @@ class AllReduce(Mean):
       codecs: Codec of each vector. Lossy codecs take float32, bfloat16 and float16.
       pool: Provides large arrays.
       chunk_values: Values of a chunk; equal on all ranks.
-      lane: Lane of messages for which no network names one. Default None: as for `Transport.send`.
+      lane: Lane of messages, unless a network chooses one. Default None: as for `Transport.send`.
       recovers: True if the others go on with equal means when a rank is lost within a step, provided that `membership`
         goes on without lost ranks. A copy of the last means is kept for that. Default False: ranks that lack the lost
         rank's data raise.
@@ -180,8 +181,8 @@ class AllReduce(Mean):
 
     def _recovered(self, operation: Operation, vectors: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         """The means of an attempt that has failed here, if another rank has them. The caller may write to them."""
-        # Before this rank has committed, no rank has a mean with its part. Without a loss, no rank lacks a mean that
-        # others have.
+        # Before this rank has committed, no rank has a mean with this rank's part. Without a loss, no rank lacks a mean
+        # that others have.
         if self._ended_steps is None or not operation.is_committed or not operation.is_broken_by_loss():
             return None
         data = self._ended_steps.find(operation)
@@ -203,7 +204,7 @@ class AllReduce(Mean):
             for vector, values, mean in zip(self._vectors, vectors, means, strict=True):
                 np.copyto(mean, vector.corrected(values))
             return means
-        together = []  # The other vectors go whole, or are empty: ranks do not wait for each other then.
+        together = []  # The other vectors go whole, or are empty. Ranks do not wait for empty ones.
         for index, (values, mean) in enumerate(zip(vectors, means, strict=True)):
             if values.size and not self._goes_whole(operation, index, values, mean, codec_step):
                 together.append(index)
@@ -239,7 +240,7 @@ class AllReduce(Mean):
     def _gather(
         self, operation: Operation, vector: SparseVector, codec: Sparse, values: np.ndarray, result: np.ndarray
     ) -> bool:
-        """Sends an encoded vector whole to all others, and adds all ranks' vectors; False if one is too long."""
+        """Sends an encoded vector whole to all others, and adds all ranks' vectors. False if one is too long."""
         ranks, mine = operation.ranks, operation.index
         values = vector.corrected(values)
         own, is_short = _TOO_LONG, vector.is_short(values, codec, len(ranks))
@@ -285,7 +286,8 @@ class MeshAllReduce(AllReduce):
 
     @property
     def _goes_both_ways(self) -> bool:
-        # Not for the last two of more ranks: one could not tell if the other has ended an attempt with a lost rank.
+        # Not for the last two ranks of a larger world: one could not tell if the other has ended a step with a lost
+        # rank.
         return self._membership.world_size == 2
 
     def _reduce(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays) -> None:

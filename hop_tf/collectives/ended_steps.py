@@ -1,8 +1,8 @@
 """`EndedSteps`: lets ranks go on together when one is lost in the middle of an all-reduce.
 
-When a rank is lost, some ranks may have all data to end a step with it, and others may not. If a remaining rank has
-ended the step, the others take its means. If none has, all begin the step again without the lost rank. Each rank whose
-attempt at a step is broken by a loss finds out which case it is:
+When a rank is lost, some ranks may have all data to end a step with that rank, and others may not. If a remaining rank
+has ended the step, the others take its means. If none has, all begin the step again without the lost rank. Each rank
+whose attempt at a step is broken by a loss finds out which case it is:
 
     The rank tells all others that take part which ranks are lost, and asks them if they have ended the step.
     It takes the means of a rank that has ended it. If none has, it begins the step again.
@@ -10,7 +10,7 @@ attempt at a step is broken by a loss finds out which case it is:
 
 The answer "not ended" is final. A rank that knows of a loss ends no further attempt with the lost rank (`end`), and
 takes no means from it (`_on_means`). From then on, a step can only end in an attempt without the lost rank. Such an
-attempt needs data from all ranks, including the rank that asks, and that rank sends none before all have answered.
+attempt needs data from all ranks, including the asking rank, which sends none before all have answered.
 
 So all ranks that go on have the same means of a step. Each rank's contribution is in these means once. Only a lost
 rank's contribution may be missing. The last step's means are enough to answer: no rank ends a step before all remaining
@@ -33,7 +33,7 @@ from hop_tf.membership.session import Membership
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.transport.base import BULK_LANE, Message
 
-# Kind, session, step, and a number. It is the question's number or, with means, the digest of their ranks.
+# Kind, session, step, and a number: the question's number or, with means, the digest of their ranks.
 _HEADER = struct.Struct("<BqqI")
 _Place = tuple[int, int]  # Session, step.
 # Interval at which a rank that is about to exit asks if the others have ended the step.
@@ -63,7 +63,7 @@ class _Ended:
 
 
 class EndedSteps:
-    """The last step that this rank has ended, and questions to others about the step that it is in.
+    """The last step that this rank has ended, and questions to others about the present step.
 
     Args:
       membership: Waiting and transport.
@@ -108,7 +108,7 @@ class EndedSteps:
         self._asked = None
 
     def find(self, operation: Operation) -> np.ndarray | None:
-        """The means of a step, if the loss of a rank has broken this rank's attempt at it.
+        """The means of a step, after the loss of a rank has broken this rank's attempt at it.
 
         Args:
           operation: The attempt.
@@ -140,7 +140,7 @@ class EndedSteps:
                     return None
 
     def _ask(self, operation: Operation, place: _Place) -> list[int]:
-        """Asks all others that take part. Returns them from the next rank on, which spreads requests for means."""
+        """Asks all others that take part. Returns them, the next rank first, which spreads requests for means."""
         rank = self._membership.rank
         with self._membership.monitor:
             others = sorted(set(operation.present()) - {rank}, key=lambda other: (other < rank, other))
@@ -190,8 +190,8 @@ class EndedSteps:
         Args:
           deadline: The latest end of the wait, on the monitor's clock.
 
-        Blocks: while others are in that step. They already have all of this rank's data for it, so this lasts at most
-          until they notice that another rank is lost.
+        Blocks: while others are in that step. They already have all of this rank's data for it, so the wait lasts at
+          most until they notice that another rank is lost.
         """
         membership, ended = self._membership, self._ended
 
@@ -207,7 +207,7 @@ class EndedSteps:
             return [rank for rank in there if membership.listens(rank) and not self._answers.get(rank)]
 
         with membership.monitor:
-            self._begin_question()  # Once: a round trip may take longer than the interval between questions.
+            self._begin_question()  # Only once: a round trip may take longer than the interval of questions.
         while (others := awaited()) and membership.monitor.now() < deadline:
             self._send_question(ended.place, others)
             membership.wait_until(lambda: not awaited(), _PERIOD_SECONDS)

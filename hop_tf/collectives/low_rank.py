@@ -8,9 +8,9 @@ One step of subspace iteration finds P and Q. It begins with the result of the p
     Q   = mean of M_i^T P
     E_i = M_i - P (M_i^T P - e_i)^T        the loss, which is added in the next step
 
-Both means are all-reduces of factors, which the codec shortens further. All other values travel with P. e_i is the loss
-of the codec in Q on rank i. It becomes a part of E_i, because the next step has another P. Canary's paper factorizes by
-singular values. That costs more than the step it saves, and loses the smaller values.
+Both means are all-reduces of factors, which the codec shortens further. All other values travel with P. e_i is the
+codec's loss in rank i's part of Q. It becomes a part of E_i, because the next step has another P. Canary's paper
+factorizes by singular values. That costs more than the step it saves, and loses the smaller values.
 
 In this module a factor's columns are stored as rows: [r, m] and [r, k].
 
@@ -41,7 +41,7 @@ class LowRankMean(Mean):
 
     Args:
       packing: The buckets.
-      codec: Says which kernels are factorized, and encodes factors and other tensors.
+      codec: Selects the kernels to factorize, and encodes factors and other tensors.
       pool: Provides large arrays.
       make_all_reduce: `make_all_reduce(name, packing, codec)` makes an all-reduce.
     """
@@ -72,7 +72,7 @@ class LowRankMean(Mean):
         self._basis = [_first_basis(spec, codec.rank) for spec in specs]
 
     def reset(self, session: int) -> None:
-        """Prepares for step 0 of `session`. Keeps what earlier steps have lost."""
+        """Prepares for step 0 of `session`. Keeps the losses of earlier steps."""
         for reduction in self._reductions:
             reduction.reset(session)
 
@@ -96,7 +96,7 @@ class LowRankMean(Mean):
         before_commit: Callable[[], None] = lambda: None,
         **arguments: int,
     ) -> list[np.ndarray]:
-        """Averages over all ranks; arguments and errors as of `Mean.mean`.
+        """Averages over all ranks; arguments and errors as for `Mean.mean`.
 
         In a world of two, the other rank may leave in the middle of this step. Then some buckets may be the mean of
         both ranks, and others this rank's own.
@@ -155,7 +155,7 @@ class LowRankMean(Mean):
         self._seconds += time.perf_counter() - start
 
     def _corrected(self, buckets: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Returns the kernels' values plus what earlier steps have lost, in memory of their own."""
+        """Returns the kernels' values plus the losses of earlier steps, as new arrays."""
         corrected = []
         for kernel, lost in zip(self._kernels, self._lost, strict=True):
             total = self._pool.take(lost.nbytes).view(np.float32).reshape(lost.shape)

@@ -34,8 +34,8 @@ class Mean(abc.ABC):
           vectors: 1-D arrays, of the sizes given. They are read after this call returns. Do not modify them.
           delivers: `delivers(rank, step)` is True if `rank` takes part; see `Membership.delivers`.
           before_commit: Called before this rank sends anything with which others can complete a mean of this step. May
-            block, and raise `Interrupted`. Then no rank has a mean with this rank's part. In a mesh of two, it is
-            called before this rank has its mean. The other rank may already have its own.
+            block, and raise `Interrupted`. After `Interrupted`, no rank has a mean with this rank's part. In a mesh of
+            two, it is called before this rank has its mean. The other rank may already have its own.
           is_committed: True if others may have data that belong together with this step's mean. Then `Interrupted` is
             not raised, and `before_commit` is not called. Default False.
           training_step: The step's number in errors. Default None: `step`.
@@ -48,8 +48,8 @@ class Mean(abc.ABC):
 
         Raises:
           HopError: As `Membership.wait` does.
-          Interrupted: If this rank leaves the session before any rank, or in a mesh of two this rank, can have a mean
-            of this step.
+          Interrupted: If this rank leaves the session before any rank can have a mean of this step. In a mesh of two,
+            only this rank's own mean matters.
           ProtocolError: If the data of another rank cannot be decoded.
         """
 
@@ -57,8 +57,8 @@ class Mean(abc.ABC):
     def take_residuals(self) -> list[np.ndarray]:
         """Removes and returns the residuals that error feedback would add to this rank's vectors of the next step.
 
-        For schemes that keep residuals in another form. The number of ranks times all means so far, plus the residuals
-        of all ranks, is the sum of all vectors so far.
+        For algorithms that keep residuals in another form. The sum of all ranks' vectors so far is the sum of all means
+        so far, times the number of ranks, plus all ranks' residuals.
 
         Returns:
           A residual for each vector, in float32: zeros if its codec has no error feedback.

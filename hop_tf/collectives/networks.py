@@ -2,7 +2,7 @@
 
 A vector is cut into as many pieces as a network has *routes*. A route is a tree over all ranks. A piece goes up the
 tree, each rank adds its own part, and the root has the sum. The sum goes down the same tree. A rank and its parent are
-neighbors in the network, and the edge between them has a *level*: its interface.
+neighbors in the network, and the edge between them has a *level*: the interface that it uses.
 
     mesh           n routes. The root of route q is rank q, and all others are its children: two steps.
     bcube(a, b)    n = a^b ranks. The digits of a rank to base a are its address: W(i, j) is rank a i + j. Ranks that

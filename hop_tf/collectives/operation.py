@@ -74,7 +74,7 @@ class Operation:
         sent with the next `receive`. False for large data, which should travel while this rank computes.
 
     Raises:
-      PeerLostError: While receiving: if a rank that was to take part has ended the step in another attempt.
+      PeerLostError: While receiving, if a rank that was to take part has ended the step in another attempt.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Operation:
         self._payload: Data = ()
 
     def present(self) -> list[int]:
-        """The ranks that take part as far as this rank knows now. This and `check_ranks` need the monitor held."""
+        """The ranks that take part, as far as this rank knows. This method and `check_ranks` need the monitor held."""
         rank = self._membership.rank
         return [r for r in range(self._membership.world_size) if r == rank or self._delivers(r, self.step)]
 
@@ -131,7 +131,7 @@ class Operation:
         return [known.get(rank, 0) for rank in ranks]
 
     def _has_changed(self) -> bool:
-        """True if other ranks, or other processes, take part now. Cheap while `Membership.version` stays."""
+        """True if other ranks, or other processes, take part now. Cheap while `Membership.version` stays the same."""
         if (version := self._membership.version) == self._version:
             return False
         if self.present() != self.ranks or self._have_begun_again():
@@ -213,7 +213,7 @@ class Operation:
         return [self._data_of(payload) for payload in taken]
 
     def _swap(self, keys: Sequence[_Key]) -> list[np.ndarray] | None:
-        """Sends held chunks, and receives chunks. Returns None unless this thread has itself read all of these."""
+        """Sends held chunks, and receives chunks. Returns None unless this thread has itself read all of them."""
         to_send, self._to_send = self._to_send, []
         return self._mailbox.swap(self._attempt, to_send, keys, self._lane, **self._how_to_send())
 
@@ -252,7 +252,7 @@ class Operation:
             )
 
     def _told_whom(self, missing: Callable[[], list[int]]) -> contextlib.AbstractContextManager[None]:
-        """Tells the transport the ranks that this thread waits for, so that it can read from them itself next time."""
+        """Tells the transport the ranks that this thread waits for. Next time, the thread can read from them itself."""
         if self.swaps:
             with self._membership.monitor:
                 senders = missing()

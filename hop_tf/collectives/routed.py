@@ -22,7 +22,7 @@ class RoutedAllReduce(AllReduce):
 
     A mesh has an algorithm of its own, `MeshAllReduce`, in which each step waits for known messages of all others. This
     class takes any awaited message that comes, and keeps a state for each chunk. On a mesh of three ranks or more, both
-    send the same messages. When ranks have left, this class uses a mesh.
+    classes send the same messages. When ranks have left, this class uses a mesh.
 
     Args:
       *args: See `AllReduce`.
@@ -73,7 +73,7 @@ class RoutedAllReduce(AllReduce):
         return [operation.key(child, flow.turn + _UP, flow.chunk) for child in flow.children]
 
     def _go_up(self, operation: Operation, vectors: Vectors, values: Arrays, results: Arrays, flow: _Flow) -> None:
-        """Passes on the sum of this rank's subtree, or the mean, if it is complete."""
+        """Passes on the sum of this rank's subtree, or at the root the mean, once all parts have come."""
         if len(flow.parts) < flow.num_children:
             return
         parts = [data for _, data in sorted(flow.parts, key=lambda part: part[0])]  # All ranks sum in the same order.
@@ -132,5 +132,5 @@ class _Flow:
 
 
 def get_algorithm(name: str) -> Callable[..., AllReduce]:
-    """The constructor of the all-reduce with that name: one of `ALGORITHMS`, or a network as of `get_network`."""
+    """The constructor of the all-reduce with that name: one of `ALGORITHMS`, or a network as for `get_network`."""
     return ALGORITHMS.get(name) or functools.partial(RoutedAllReduce, network=get_network(name))

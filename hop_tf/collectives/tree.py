@@ -186,7 +186,7 @@ class TreeCollectives:
                     raise kind(f"rank {self._membership.rank}: rank {sender} left before {queue!r}: {reason}")
             return awaited
 
-        for sender in senders:  # From now on the sender's silence counts.
+        for sender in senders:  # From now on, the sender's silence counts as a loss.
             self._transport.connect(sender)
         self._transport.register(queue, on_message)
         try:

@@ -69,7 +69,7 @@ class Vector:
         return self._pieces[num_ranks]
 
     def whole(self) -> list[slice]:
-        """The chunks of the whole vector: twice as long as a piece's, and so as many as half the vector would have."""
+        """The chunks of the whole vector: twice as long as usual, so as many as in half a vector."""
         return self._chunks(0, self._size, 2 * self._chunk_values)
 
     def _chunks(self, start: int, stop: int, num_values: int) -> list[slice]:
@@ -211,11 +211,11 @@ def _together(chunks: Sequence[Sequence[slice]]) -> list[Where]:
 
 
 class SparseVector(Vector):
-    """A vector that is sent whole, as the selection of a sparse codec, in steps in which that is shorter.
+    """A vector that is sent whole, as the selection of a sparse codec, in steps in which that takes fewer bytes.
 
     With error feedback, the loss of the whole vector is added to the next step's vector, whole or in pieces. With
-    `TopK`, the loss is most of the vector. So it counts only when the step has ended: attempts that are given up have
-    no effect. In steps whose mean is not finite, all ranks keep their previous residuals.
+    `TopK`, the loss is most of the vector. So a rank keeps the loss only when the step has ended: attempts that are
+    given up have no effect. In steps whose mean is not finite, all ranks keep their previous residuals.
     """
 
     def __init__(self, size: int, codec: Sparse, *arguments):
@@ -292,11 +292,12 @@ class SparseVector(Vector):
 
 
 def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
-    """True if sending selections to all others takes at most as many bytes as sending whole vectors in pieces:
+    """True if sending selections to all others takes at most as many bytes as sending dense vectors in pieces:
 
         (n - 1) codec.bytes_per_value  <=  2 (n - 1) / n  codec.dense.bytes_per_value
 
-    All ranks find the same, because the codec's ratio is equal on all. A rank that has selected more tells the others.
+    All ranks get the same result, because the codec's ratio is equal on all ranks. A rank that has selected more tells
+    the others.
 
     Args:
       codec: The codec of the step.

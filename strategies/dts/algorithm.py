@@ -25,7 +25,7 @@ from hop_tf.strategies.dts.windows import WARMUP, Schedule, largest
 
 
 class WindowRows:
-    """The rows that a rank has trained on in a window. A window without a step counts as many as the previous one."""
+    """The rows that a rank has trained on in a window. A window without steps repeats the previous count."""
 
     def __init__(self):
         self._now, self._before = (
@@ -50,7 +50,7 @@ class DTSAlgorithm(Algorithm):
 
     Args:
       group: The group, whose exchange is a `DTSExchange`.
-      shares: The part of a batch that each rank takes, if windows count by rows. Default: they count equally.
+      shares: The part of a batch that each rank takes, if windows count by rows. Default: all windows count equally.
       outer_optimizer: Returns the outer optimizer of the strategy's latest group, or None.
       broadcast: Gives rank 0's values to variables on all ranks.
     """
@@ -66,7 +66,7 @@ class DTSAlgorithm(Algorithm):
         super().__init__(group)
         self._settings = self.exchange.settings
         self._shares, self._outer_optimizer, self._broadcast = shares, outer_optimizer, broadcast
-        self._first_iteration = 0  # The optimizer's count of steps at the begin of the running `fit`.
+        self._first_iteration = 0  # The optimizer's step count at the start of the running `fit`.
         # Variables of 16 bits round small moves away. So such weights would never approach their targets.
         self._may_merge_gently = self._settings.may_merge_gently and all(v.dtype.size >= 4 for v in group.trained)
         self._operands = group.operands(joined=self._may_join)
@@ -96,7 +96,7 @@ class DTSAlgorithm(Algorithm):
 
     @property
     def _may_join(self) -> bool:
-        """True if the rule is the same for all values. Small variables can then be joined, so that they cost little."""
+        """True if one rule merges all values. Small variables can then be joined, so that they cost little."""
         return self._outer_optimizer() is None and self._settings.selection is None
 
     def _make_outer(self) -> OuterOptimizer:
@@ -165,7 +165,8 @@ class DTSAlgorithm(Algorithm):
     def _merge_due(self, schedule: Schedule, num_steps: tf.Tensor, due: tf.Tensor) -> None:
         """Emits the operations that merge a window, and begin another schedule if ranks have chosen one.
 
-        Before another schedule begins, all windows in flight are merged. The last one's mean contains the schedule.
+        Before another schedule begins, all windows in flight are merged. The mean of the last of them decides the
+        schedule.
         """
         with tf.device("/cpu:0"):
             num_newer = schedule.num_newer
@@ -196,7 +197,7 @@ class DTSAlgorithm(Algorithm):
         Args:
           means: As `OuterOptimizer.merge` has returned them.
           schedule: The schedule.
-          num_newer: The number of windows that have ended after it.
+          num_newer: The number of windows that have ended after the merged one.
         """
         with tf.device("/cpu:0"):
             gently = self._merges_gently(schedule)
@@ -216,7 +217,7 @@ class DTSAlgorithm(Algorithm):
         Args:
           window: The window.
           schedule: Its schedule.
-          num_steps: The number of its steps. Default: as the schedule says.
+          num_steps: The number of steps of the window. Default: the schedule's interval.
 
         Returns:
           The mean changes, and the width that ranks have chosen, or 0.
@@ -242,7 +243,7 @@ class DTSAlgorithm(Algorithm):
         """Emits the operations that advance the merged values by a window, before its mean is added."""
 
     def _correct_velocities(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
-        """Emits the operations that add a mean's changes of the weights to the velocities.
+        """Emits the operations that correct velocities by the mean change of the weights less the rank's own change.
 
         See `hop_tf.runtime.velocities`.
         """
@@ -268,7 +269,7 @@ class DTSAlgorithm(Algorithm):
         when(ends, lambda: self._outer.approach(num_in_flight, schedule.interval, follows_take))
 
     def _num_gently(self, number: int | tf.Tensor) -> int | tf.Tensor:
-        """A number of windows, at least 1, under gentle merging. It is the int 1 if there is at most one window."""
+        """A number of windows in flight, at least 1, under gentle merging: the int 1 if there can be only one."""
         return 1 if self._settings.num_slots == 2 else number
 
     def _merges_gently(self, schedule: Schedule) -> bool | tf.Tensor:
@@ -381,8 +382,9 @@ class DTSAlgorithm(Algorithm):
             return  # The group has not trained. Others may have dropped it.
         schedule = self.known_schedule(num_steps)
         in_flight = schedule.in_flight(num_steps)
-        # Even without further steps there is a last window, because callbacks, and batches without an update, change
-        # variables. Then that window has no weight in the mean, because ranks that go on may have a whole window.
+        # There is a last window even without further steps, because callbacks, and batches without an update, change
+        # variables. A last window without steps has no weight in the mean, because ranks that go on may have a whole
+        # window.
         self.exchange.end_windows()
         counts = not schedule.ended(num_steps)[0] or self._settings.selection is not None
         self._submit(tf.constant(in_flight.stop, tf.int64), counts=counts, everything=True)
@@ -404,7 +406,7 @@ class DTSAlgorithm(Algorithm):
 
     def common_optimizers(self) -> Sequence[tuple]:
         outer = self._outer.optimizer
-        if outer is None or outer is not self._outer_optimizer() or not outer.built:  # An earlier model's is gone.
+        if outer is None or outer is not self._outer_optimizer() or not outer.built:  # Replaced for a later model.
             return []
         return [(outer, tf_variables(outer.variables))]  # Ranks that have ended early lack some of its updates.
 

@@ -32,7 +32,7 @@ class DTSSettings:
     """The settings of `DTSStrategy`.
 
     Attributes:
-      interval: p, or "auto". With a given `delay`, "auto" becomes D, and at least 1.
+      interval: p, or "auto". With a given `delay`, "auto" becomes D, but at least 1.
       warmup_steps: The number of synchronous steps that come first: see `WARMUP`.
     """
 
@@ -58,7 +58,7 @@ class DTSSettings:
         return range(_MAX_DELAY + 1) if self.interval == AUTO else (0, self.interval)
 
     def interval_of(self, delay: int) -> int:
-        """The steps of a window. With "auto", it ends when the one before is merged. `delay` may be a tensor."""
+        """The steps of a window. With "auto", it ends when the previous window is merged. `delay` may be a tensor."""
         if self.interval != AUTO:
             return self.interval
         return max(1, delay) if isinstance(delay, int) else tf.maximum(delay, 1)
@@ -172,7 +172,7 @@ class DTSExchange(AveragingExchange):
             )
             self._times_place = packing.place(place)
             self._clock = membership.monitor.now
-        # By window: the begin of its exchange, and the duration.
+        # By window: the start time of its exchange, and the exchange's duration.
         self._begun_at: dict[int, float] = {}
         self._exchange_seconds: dict[int, float] = {}
         self._is_ending = False
@@ -233,7 +233,8 @@ class DTSExchange(AveragingExchange):
         window, buckets = request.step, request.buckets
         turn, slot = divmod(window, self.num_threads)
         if self.tuner is not None:
-            # The graph has merged the window whose mean decides the course. Only a last window has to wait for it.
+            # The graph has merged the window whose mean decides the course. Only a last window has to wait for that
+            # mean.
             course = self._courses.of(window)
             least = window - course.schedule.num_newer
             self._membership.wait_until(lambda: self._num_decided >= least, timeout_seconds=math.inf)
@@ -269,13 +270,14 @@ class DTSExchange(AveragingExchange):
     # Choosing by times.
 
     def end_windows(self) -> None:
-        """Notes that the last window of a `fit` follows. It may be shorter than others, so it is not measured."""
+        """Records that the last window of a `fit` follows. It may be shorter than others, so it is not measured."""
         self._is_ending = True
 
     def _begin_timing(self, window: int, course: Course) -> np.ndarray:
         """Called when the exchange of a window begins. Returns this rank's times of earlier windows, for the others.
 
-        If several windows are in flight, their means arrive together. So a period is the mean of that many windows.
+        If several windows are in flight, their means arrive together. So a step's period is averaged over that many
+        windows.
 
         Args:
           window: The window.
@@ -289,7 +291,7 @@ class DTSExchange(AveragingExchange):
         return self.tuner.own(Times(period, self._exchange_seconds.pop(first, 0.0)), self._is_ending)
 
     def _timed_setting(self, window: int) -> Setting | None:
-        """The setting that the times of a window belong to. None for several settings, or if nothing was in flight."""
+        """The setting that a window's times belong to. None if they span several settings, or nothing was in flight."""
         course = self._courses.of(window)
         num_newer = course.schedule.num_newer
         num_before = num_newer + max(1, num_newer)  # The first steps have nothing to wait for.
@@ -312,7 +314,7 @@ class DTSExchange(AveragingExchange):
         """The settings that ranks have chosen.
 
         Returns:
-          `delay`: D; `interval`: p; others as of `Autotuner.gauges`. Empty if ranks do not choose.
+          `delay`: D; `interval`: p; others as for `Autotuner.gauges`. Empty if ranks do not choose.
         """
         if self.tuner is None:
             return {}

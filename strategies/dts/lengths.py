@@ -7,9 +7,9 @@ longer at the end of a window:
 
     change  <-  f change        f = |own change| / |mean change|  of the window that was merged last, from 1 to sqrt(n)
 
-Own and mean changes of that window were made longer by about the same factor, so the factor hardly changes f. Each rank
-has its own f. It is 1 until the rank has merged a window, also after a restart. A change includes weight decay, and
-assignments by `train_step`.
+The own change and the mean change of that window were made longer by about the same factor, so their ratio f hardly
+depends on it. Each rank has its own f. It is 1 until the rank has merged a window, also after a restart. A change
+includes weight decay, and assignments by `train_step`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StepLengths:
             return tf.where(tf.reduce_any(assigned), 1.0, self._factor)
 
     def submit(self, window: tf.Tensor, changes: Sequence[tf.Tensor], assigned: tf.Tensor) -> None:
-        """Emits the ops that record this rank's changes in a window, as sent. `assigned`: as for `factor`."""
+        """Emits the ops that record the length of a window's changes, as sent. `assigned`: as for `factor`."""
         square = _squared_length(changes)
         with tf.device("/cpu:0"):
             square = tf.where(tf.reduce_any(assigned), 0.0, square)  # Assignments are not steps.

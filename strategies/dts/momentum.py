@@ -6,10 +6,10 @@ without gradients: they coast. In k such steps
     w  <-  w + f(k) v        f(k) = m + m^2 + ... + m^k, with Nesterov's momentum m f(k)
     v  <-  m^k v
 
-Gradients add to that, and weights and velocity depend on gradients linearly. So the changes by the gradients of a
-window can be replaced D steps later: the correction coasts for these D steps.
+Gradients add to that, and weights and velocity depend on gradients linearly. So the changes that a window's gradients
+cause can be replaced D steps later: the correction coasts for these D steps.
 
-    window ends:     own change of (w, v)  =  (w, v)  -  (w, v) of the window's begin, which have coasted since
+    window ends:     own change of (w, v)  =  (w, v)  -  (w, v) at the window's start, which have coasted since
     D steps later:   (w, v)  <-  (w, v)  +  (mean change - own change), which has coasted for D steps
 
 If gradients do not depend on weights, the result is that of synchronous training, for any D, p, and learning rates. The
@@ -121,8 +121,8 @@ class MomentumOuterOptimizer(OuterOptimizer):
 
         Args:
           means: As `merge` has returned them.
-          num_newer: The number of windows that have ended after it.
-          delay: The number of steps since that window's end.
+          num_newer: The number of windows that have ended after the merged one.
+          delay: The number of steps since the merged window's end.
         """
         self._let_known_coast()
         moves = self.apart(means, num_newer)
@@ -138,7 +138,7 @@ class MomentumOuterOptimizer(OuterOptimizer):
             self._age.assign(0)
 
     def _coasted(self, values: Sequence[tf.Tensor], num_steps: int | tf.Tensor) -> dict[int, tf.Tensor]:
-        """The weights and velocities among values of all variables after some steps without gradients, by index."""
+        """The weights and velocities among `values` after `num_steps` steps without gradients, by index."""
         momentum, num_trained = self.descent.momentum, self._num_trained
         with tf.device("/cpu:0"):
             is_known = isinstance(num_steps, int)
@@ -179,7 +179,7 @@ class MomentumAlgorithm(DTSAlgorithm):
     def _give(self, means: Sequence[tf.Tensor], schedule: Schedule, num_newer: int | tf.Tensor) -> None:
         when(
             schedule.delay == 0,
-            lambda: self._outer.settle(follows_take=True),  # Nothing is in flight. So all are equal to the bit.
+            lambda: self._outer.settle(follows_take=True),  # Nothing is in flight, so ranks are equal to the bit.
             lambda: self._outer.correct(means, num_newer, schedule.delay),
         )
 

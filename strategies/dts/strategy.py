@@ -11,8 +11,8 @@ So a window's messages may take D steps, and one synchronization serves p steps.
 corrects the velocity, too (Equations 11 and 13). With momentum such a correction feeds back through the gradients that
 it changes. At delays that are harmless without the correction, the correction costs accuracy. It takes twice the bytes,
 and is defined for SGD only. So it is an option (`hop_tf.strategies.dts.momentum`). By default we average changes of
-weights. With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer_optimizer` describes. If a mean
-replaced a rank's own change at once, it would undo a part that later gradients have already undone.
+weights. With D of 3 steps or more, means are merged gently, as `hop_tf.runtime.outer_optimizer` describes. Replacing a
+rank's own change by the mean at once would undo a part that later gradients have already undone.
 """
 
 from __future__ import annotations
@@ -49,18 +49,19 @@ class DTSStrategy(ExchangeStrategy):
     """Training with delayed and temporally sparse averaging of changes.
 
     Each rank makes steps of its own optimizer. Its changes in a window of `interval` steps are averaged over all ranks.
-    `delay` steps after the window's end, the mean is merged. In trainings of some hundred steps, with the settings of
-    synchronous training, this costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs 0.5
-    to 4 points. If each rank has data of other classes, it costs 4 and 7 points, and with `skewed_shards=True` 2 and 6.
-    After 2,000 steps, the benchmarks' perceptron and convolutional network lose nothing. The residual network and the
-    transformer, still learning then, lose 1 point with D = 4, p = 4, and 3 with D = 20, p = 12.
+    `delay` steps after the window's end, the mean is merged. In runs of a few hundred steps, with the settings of
+    synchronous training, this costs 0 to 1.1 points of accuracy with D = 4, p = 4. With D = 20, p = 12 it costs 0.5 to
+    4 points. If each rank has data of different classes, the two settings cost 4 and 7 points; with
+    `skewed_shards=True`, 2 and 6. After 2,000 steps, the benchmarks' perceptron and convolutional network lose nothing.
+    The residual network and the transformer, which are still learning then, lose 1 point with D = 4, p = 4, and 3 with
+    D = 20, p = 12.
 
     Without arguments, ranks choose the delay, the interval, a codec and an algorithm. First, they try each way to
     average, with windows of one step that are merged at once. (A given `interval` or `delay` is used instead.) Then
     ranks take the smallest delay, up to 20 steps, that hides communication: a longer one would save less than 5 %. They
-    take it only if it saves 15 % of a step. Windows are as long as the delay. All ranks make the same choice, from the
-    measurements of all. They choose again when steps take longer or shorter than before, or other ranks take part. Rank
-    0 prints the choice, and how to keep it, on stderr. A given argument is kept. Under
+    use a delay only if it saves 15 % of a step. Windows are as long as the delay. All ranks make the same choice, from
+    the measurements of all. They choose again when steps take longer or shorter than before, or other ranks take part.
+    Rank 0 prints the choice, and how to keep it, on stderr. A given argument is kept. Under
     `tf.config.experimental.enable_op_determinism()` no choice depends on time: D = 4, p = 4, no codec, a mesh.
 
     A rank computes with
@@ -68,34 +69,35 @@ class DTSStrategy(ExchangeStrategy):
         weights  =  merged weights, equal on all ranks  +  its own changes that are not merged yet
 
     If the delay is below 3 steps or below the interval, own changes count in full, and a mean replaces them at once.
-    Otherwise a rank's own changes count half when their window has ended, and the weights approach the merged ones
-    within some 40 steps. So ranks stay near each other (see `compensation`). Weights that the program assigns between
+    Otherwise a rank's own changes count half once their window has ended, and the weights approach the merged ones
+    within about 40 steps. So ranks stay near each other (see `compensation`). Weights that the program assigns between
     two steps stay, if all ranks assign the same.
 
-    Keras's adaptive optimizers (Adam, Muon and their like) make steps of about the same length for any gradients. So
-    the mean of ranks' steps, in which noise cancels, is shorter than the step of synchronous training. So ranks make
-    their changes longer when a window ends. The factor is the ratio of two lengths, of the rank's own change and of the
-    mean, in the window that was merged last. It is at least 1, and at most the square root of the number of ranks.
-    `compensation="eager"`, `TopK`, an `outer_optimizer` and `ema_overwrite_frequency` leave changes as they are.
+    Keras's adaptive optimizers (Adam, Muon and their like) make steps of about the same length for any gradients. Noise
+    cancels in the mean of the ranks' steps, so the mean is shorter than a step of synchronous training. Ranks therefore
+    make their changes longer when a window ends. The factor is the length of the rank's own change divided by the
+    length of the mean, in the window that was merged last. It is at least 1, and at most the square root of the number
+    of ranks. `compensation="eager"`, `TopK`, an `outer_optimizer` and `ema_overwrite_frequency` leave changes as they
+    are.
 
     When `fit` ends, all windows are merged. Weights and moving statistics are then equal to the bit on all ranks,
     except weights that `use_ema` has replaced (`synchronize(model)` averages these). Each rank has its own optimizer
     slots, and may have its own learning rate. Callbacks and validation within `fit` see the weights that a rank
-    computes with. If means are merged gently, these weights lag by some 20 steps. So do checkpoints that callbacks
+    computes with. If means are merged gently, these weights lag by about 20 steps. So do checkpoints that callbacks
     write.
 
-    `delay=0` is local SGD. With an `outer_optimizer` it is DiLoCo, and with a delay the eager form of DiLoCo.
-    `delay=0, interval=1` with SGD is synchronous training.
+    `delay=0` is local SGD. With an `outer_optimizer`, `delay=0` is DiLoCo, and a longer delay is the eager form of
+    DiLoCo. `delay=0, interval=1` with SGD is synchronous training.
 
-    Traffic: one all-reduce of the model per window, with any optimizer. Memory, in models: the merged weights, the
-    weights at the end of the last window, and up to ceil(D / p) for windows in flight, in addition to their messages.
-    With `compensation="gentle"`, there is one more if the delay is "auto", or 3 steps or more.
+    Traffic: one all-reduce of the model per window, with any optimizer. Memory, in copies of the model: the merged
+    weights, the weights at the end of the last window, and up to ceil(D / p) copies for windows in flight, in addition
+    to their messages. With `compensation="gentle"`, there is one copy more if the delay is "auto", or 3 steps or more.
 
     Changes of moving statistics are averaged, too, never through a codec. Steps that only accumulate gradients do not
-    count as steps of a window. A step that loss scaling skips is a change of zero. If a rank ends early, the others go
-    on without it. Its last window is averaged with their next one. `on_peer_loss` says what happens when a rank is
-    lost. In a custom loop `synchronize` first merges all windows, of all models. The next step begins a window, and the
-    `warmup_steps` of `TopK` anew.
+    count as steps of a window. A step that loss scaling skips counts as a change of zero. If a rank ends early, the
+    others go on without it. Its last window is averaged with their next one. `on_peer_loss` says what happens when a
+    rank is lost. In a custom loop `synchronize` first merges all windows, of all models. The next step begins a window,
+    and the `warmup_steps` of `TopK` anew.
 
     Args:
       delay: D, the number of steps that a window's messages may take before a rank waits for them; at least 0. Up to
@@ -103,9 +105,9 @@ class DTSStrategy(ExchangeStrategy):
         Default "auto": from 0 to 20, as above; with an `interval`, 0 or the interval; with an `outer_optimizer` 4.
       interval: p, the number of steps of a window; at least 1. Default "auto": as long as the delay, and at least 1.
       warmup_steps: The number of an optimizer's first steps that are synchronous: windows of one step, merged at once.
-        Early steps change most, so a late mean costs most there. Synchronous steps end with the optimizer's first
-        `fit`, in a custom loop at `synchronize`, and if a rank joins. A job that is started again would make them
-        again, so pass 0 there. `warmup_steps` needs a `delay`, and excludes `outer_optimizer` and `TopK`. Default 0.
+        Weights change most in early steps, so a late mean costs most there. Synchronous steps end with the optimizer's
+        first `fit`, in a custom loop at `synchronize`, and if a rank joins. A job that is started again would repeat
+        them, so pass 0 then. `warmup_steps` needs a `delay`, and excludes `outer_optimizer` and `TopK`. Default 0.
       codec: Encodes windows: a `hop_tf.codecs.Codec`, or a name ("truncate16", "int8", "sketch", "bits4", "top_k").
         None: windows are sent unencoded. `codecs.LowRank` sends large kernels as factors. With it, changes by adaptive
         optimizers are not made longer. With `codecs.TopK(ratio)` a rank sends only the changes of largest magnitude in
@@ -113,9 +115,9 @@ class DTSStrategy(ExchangeStrategy):
         or until `fit` ends. The end of `fit` sends as much as a window without a codec. All changes as large as the
         smallest selected one are sent, too: with optimizers whose steps have few magnitudes (Lion) that may be all.
         `warmup_steps` of `TopK` are windows here. `TopK` cannot send variables of float64. With other codecs, the loss
-        of encoding is the same on all ranks. With `error_feedback` the loss is added to a later window's change. A
-        vector for it is kept for each window that may be in flight. Default "auto": "int8" if that saves at least 15 %
-        of a step, otherwise None.
+        of encoding is the same on all ranks. With `error_feedback` the loss is added to a later window's change. A rank
+        keeps a vector of losses for each window that may be in flight. Default "auto": "int8" if that saves at least
+        15 % of a step, otherwise None.
       outer_optimizer: A Keras optimizer that moves the merged weights, with minus the mean change as its gradient.
         Without one, the mean is added. The mean is always added to moving statistics. DiLoCo uses
         `keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True)`. The optimizer is copied, once for each optimizer that
@@ -123,50 +125,50 @@ class DTSStrategy(ExchangeStrategy):
         nothing in a world of one. Default None.
       compensation: The weights that a rank computes with while means are in flight. "gentle": as above. Means are
         merged at once with a delay below 3 or an interval above the delay, for variables of 16 bits, and with an
-        `outer_optimizer`. "eager": means are always merged at once, and own changes count in full, at their own length.
-        In short trainings with longer delays, and with adaptive optimizers, that costs more accuracy. "momentum": the
-        paper's rule, for comparison: as "eager", and the velocity is averaged, too. If gradients did not depend on
-        weights, that would be synchronous SGD. It needs SGD with momentum and without weight decay, and twice the bytes
-        and the memory. It excludes `skewed_shards`, `outer_optimizer`, `TopK` and `LowRank`. When `fit` ends,
-        velocities are equal on all ranks, too, unless a rank has ended early: `synchronize(model)` averages them.
+        `outer_optimizer`. "eager": means are always merged at once, and own changes count in full, and are not made
+        longer. In short trainings with longer delays, and with adaptive optimizers, that costs more accuracy.
+        "momentum": the paper's rule, for comparison: as "eager", and the velocity is averaged, too. If gradients did
+        not depend on weights, that would be synchronous SGD. It needs SGD with momentum and without weight decay, and
+        twice the bytes and the memory. It excludes `skewed_shards`, `outer_optimizer`, `TopK` and `LowRank`. When `fit`
+        ends, velocities are equal on all ranks, too, unless a rank has ended early: `synchronize(model)` averages them.
         Default "gentle".
       skewed_shards: True: for ranks with different kinds of data, such as other classes. When a mean is merged, D steps
-        after its window's end, the velocity is corrected, too. The correction is m^D / p times the mean change less the
-        rank's own, m being the momentum. Windows that are merged together, as when `fit` ends, correct weights only. No
-        further bytes are sent. It needs `keras.optimizers.SGD` with momentum, and memory for one more window. It
-        excludes `batch_shares`, `outer_optimizer`, `TopK` and `LowRank`. Default False.
+        after its window's end, the velocity is corrected, too. The correction is (mean change - own change) m^D / p,
+        with momentum m. Windows that are merged together, as when `fit` ends, correct weights only. No further bytes
+        are sent. It needs `keras.optimizers.SGD` with momentum, and memory for one more window. It excludes
+        `batch_shares`, `outer_optimizer`, `TopK` and `LowRank`. Default False.
       algorithm: "mesh" (few messages after each other) or "ring" (few connections). Default "auto": the faster one.
       on_peer_loss: "raise": when a rank dies or cannot be reached, all ranks raise `PeerLostError`. "continue": from
-        the first step on, the others train on without the rank, and share its rows of each batch. Each window in flight
-        then counts the lost rank on all of the others or on none. So merged weights stay equal to the bit. For that a
-        rank keeps copies of the last means, one for each window that may be in flight and each way that was tried. A
-        second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` need all
-        ranks, and raise an error. So does everything before the first step. If the same script is started again as that
-        rank, its first `fit` skips the steps that it has missed. It joins the others at the end of a window, when all
-        windows are merged. It then has the merged weights, and another rank's optimizer slots. Joining needs a single
-        optimizer, and no `run_eagerly`. Default None: "raise".
+        the first step on, the others train on without the rank, and share its rows of each batch. In each window in
+        flight, the lost rank then counts on all of the others or on none. So merged weights stay equal to the bit. For
+        that a rank keeps copies of the last means, one for each window that may be in flight and each way that was
+        tried. A second `fit`, `synchronize`, `gather_reports`, and in a custom loop `strategy.reduce` and `gather` need
+        all ranks, and raise an error. So does everything before the first step. If the same script is started again as
+        that rank, its first `fit` skips the steps that it has missed. It joins the others at the end of a window, when
+        all windows are merged. It then has the merged weights, and another rank's optimizer slots. Joining needs a
+        single optimizer, and no `run_eagerly`. Default None: "raise".
       min_ranks: With on_peer_loss="continue": the number of ranks that must be left, neither lost nor failed. With
         fewer, a rank raises `PeerLostError`, because the others may be training on, behind a network cut. Default None:
         more than half of the ranks; 1 if there are two.
       patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
-        rank, as without a lost one. A stopped process is an example. When the rank wakes, it skips the steps that it
-        has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and less
-        than `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without `run_eagerly`.
-        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
+        rank, as if it were lost. A stopped process is an example. When the rank wakes, it skips the steps that it has
+        missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and less than
+        `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without `run_eagerly`. Default
+        None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
-        as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
-        change weights each rank by its number of rows in the window. A change is about minus the learning rate times a
-        sum of mean gradients. So each row counts the same, except with adaptive optimizers. With delay 0, interval 1
+        as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). The mean
+        weights each rank's change by its number of rows in the window. A change is about minus the learning rate times
+        a sum of mean gradients. So each row counts the same, except with adaptive optimizers. With delay 0, interval 1
         and SGD that is synchronous training. Default None: all parts are equal.
-      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+      devices: Names of this process's devices, as for `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
 
     Raises:
       TypeError: If `codec` is of another type.
-      ValueError: If an argument is out of range, too many windows would be in flight, or `outer_optimizer` is not
-        usable as one.
+      ValueError: If an argument is out of range, too many windows would be in flight, or `outer_optimizer` cannot be
+        used as one.
       ClusterConfigError: If the cluster description is not valid.
       HopError: If this rank's address cannot be bound.
 
@@ -328,7 +330,7 @@ def _refuse_combinations(given: DTSSettings, batch_shares: object, outer_optimiz
 
 
 def _checked_outer_optimizer(optimizer: object) -> str:
-    """Returns a description of an outer optimizer that ranks compare. Raises ValueError if it is not usable as one."""
+    """Returns a description of an outer optimizer, for ranks to compare. Raises ValueError if it cannot be used."""
     if optimizer is None:
         return "None"
     is_optimizer = isinstance(optimizer, keras.optimizers.Optimizer)

@@ -18,7 +18,7 @@ MAX_WINDOWS = 100
 # A threshold is found from a sample of about this many values, or from all values if there are fewer.
 _SAMPLE_SIZE = 1 << 17
 
-# With shorter delays, merging at once costs no more accuracy, or less.
+# With shorter delays, merging at once costs as much accuracy as merging gently, or less.
 _LEAST_GENTLE_DELAY = 3
 
 
@@ -51,12 +51,12 @@ class Schedule:
         return num_windows(self.delay, self.interval)
 
     def ended(self, num_steps: int) -> tuple[bool, int]:
-        """Returns if a window ends when `num_steps` steps are complete, and the number of that window."""
+        """Returns True if a window ends after `num_steps` steps, and the window's number."""
         num_own = num_steps - self.first_step
         return num_own % self.interval == 0, self.num_ended(num_steps) - 1
 
     def due(self, num_steps: int) -> tuple[bool, int]:
-        """Returns if a window is merged when `num_steps` steps are complete, and the number of that window."""
+        """Returns True if a window is merged after `num_steps` steps, and the window's number."""
         num_own = num_steps - self.delay - self.first_step
         return (num_own > 0) & (num_own % self.interval == 0), self.num_ended(num_steps - self.delay) - 1
 
@@ -89,7 +89,7 @@ class Schedule:
 
     @property
     def meeting_distance(self) -> int:
-        """The steps from a window's end to the first window's end at which its mean is merged: a multiple of p."""
+        """The steps from a window's end to the meeting that its mean plans: D, rounded up to a multiple of p."""
         return -(-self.delay // self.interval) * self.interval
 
 
@@ -127,7 +127,7 @@ class Courses:
       schedule_of: `schedule_of(width, step, window)` returns the schedule with this width that begins with this step
         and this window.
       setting: The first setting.
-      warmup_steps: The number of steps before it, each a window that is merged at once. Default 0.
+      warmup_steps: The number of steps before the first setting, each a window that is merged at once. Default 0.
     """
 
     _NUM_KEPT = 2 * MAX_WINDOWS  # For the windows in flight, and those that follow.
@@ -138,7 +138,7 @@ class Courses:
         self.begin(warmup_steps)
 
     def begin(self, warmup_steps: int = 0) -> None:
-        """Begins with step 0, and with the first setting after `warmup_steps` steps."""
+        """Starts over at step 0. The first setting begins after `warmup_steps` steps."""
         self._courses = [Course(self._schedule_of(self._first.width, warmup_steps, warmup_steps), self._first)]
         if warmup_steps:
             self._courses.insert(0, Course(WARMUP, self._first, is_warmup=True))
@@ -175,7 +175,7 @@ class Courses:
             self._put(Course(self._schedule_of(setting.width, begin, first_window), setting))
 
     def meet(self, window: int) -> int:
-        """Plans a meeting, because the mean of a window admits ranks. Windows start over there. Returns its first step.
+        """Plans a meeting, because a window's mean admits ranks. Windows start over there. Returns the meeting's step.
 
         A meeting ends a warm-up. Must be called before `choose`.
         """
@@ -236,7 +236,7 @@ def largest(selection: TopK, window: tf.Tensor, changes: Sequence[tf.Tensor]) ->
 
 
 def _next_prime(number: int) -> int:
-    """The least prime of at least `number`, or 1 below 2. As a stride it meets all columns of a kernel in turn."""
+    """The least prime that is at least `number`; 1 for 0 or 1. As a stride, it visits all columns of a kernel."""
     if number < 2:
         return 1
     while any(number % divisor == 0 for divisor in range(2, math.isqrt(number) + 1)):

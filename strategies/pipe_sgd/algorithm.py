@@ -25,7 +25,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
 
     Args:
       group: The group, whose exchange is a `PipeSGDExchange`.
-      shares: As of `GradientAlgorithm`.
+      shares: As for `GradientAlgorithm`.
     """
 
     def __init__(self, group: Group, shares: BatchShares | None = None):
@@ -138,7 +138,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
         self._begin_pipe()
 
     def _begin_pipe(self, step: int | None = None) -> None:
-        """Begins with an empty pipe: the present variables and slots are the merged ones. Default step: the present."""
+        """Begins with an empty pipe: the present variables and slots are the merged ones. Default: the present step."""
         if self._look_ahead is not None:
             self._pipelined_from.assign(int(self.group.step) if step is None else step)
             self._look_ahead.begin()

@@ -48,12 +48,12 @@ class PipeSGDSettings:
 
     @property
     def delay(self) -> int:
-        """The largest K - 1: the most steps by which means are merged late."""
+        """The largest K - 1: the largest number of steps by which means are merged late."""
         return max(self.widths) - 1
 
     @property
     def admits(self) -> bool:
-        """True if ranks that were started again can join: all means in flight must be mergeable."""
+        """True if ranks that were started again can join. For that, ranks must be able to merge all means in flight."""
         return self.on_peer_loss == "continue" and (self.delay == 0 or self.looks_ahead)
 
     @property
@@ -68,11 +68,11 @@ class PipeSGDExchange(GradientExchange):
     Args:
       context: Membership, packing and buffers of the group.
       settings: The settings of the strategy.
-      tell: As of `Autotuner`.
+      tell: As for `Autotuner`.
 
     Attributes:
       settings: As given.
-      width: K of the graph. If ranks choose K, it is 1 at first.
+      width: The graph's K. If ranks choose K, it is 1 at first.
     """
 
     def __init__(

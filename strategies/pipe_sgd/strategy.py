@@ -17,9 +17,9 @@ over the ranks instead of the sum. Lines 4 and 9 of the computation thread (the 
 where they are hidden, too.
 
 The paper computes at w[t - 1], which lacks the gradients in flight. With the momentum and rate of synchronous training,
-that costs some or all accuracy. So we compute at the weights to which this rank's own gradients would lead from there
-(`compensation` is "replay", see `hop_tf.runtime.look_ahead`). w[t] are the merged weights. Only mean gradients move
-them, equally on all ranks.
+that costs some or all accuracy. So we compute at the weights to which this rank's own gradients would lead from
+w[t - 1] (`compensation` is "replay", see `hop_tf.runtime.look_ahead`). w[t] are the merged weights. Only mean gradients
+move them, equally on all ranks.
 
 With L segments (pipelined gradient communication, Figure 2 (b)) the gradients of the last layers are submitted while
 back-propagation goes on.
@@ -60,23 +60,25 @@ class PipeSGDStrategy(ExchangeStrategy):
         w, slots  <-  the optimizer's update with  (1 / n) sum over i of g_i[t - (K - 1)]
 
     Without arguments, ranks choose K, a codec and an algorithm. First, they make a few steps with each way to average,
-    with a codec and without one. They try K = 2 when it would have saved more time than its graph takes to trace. All
+    with a codec and without one. They try K = 2 once it would have saved more time than tracing its graph takes. All
     ranks make the same choice, from the measurements of all. They choose again when steps take longer or shorter than
     before, or other ranks take part. Rank 0 prints the choice, and how to keep it, on stderr. A given argument is kept.
     Under `tf.config.experimental.enable_op_determinism()` no choice depends on time: K = 1, no codec, a mesh.
 
     K = 1 is synchronous training. With K > 1 means are merged K - 1 steps late, equally on all ranks, to the bit. Until
     a mean arrives, the rank's own gradient stands in for it: the rank applies its K - 1 own gradients in flight to a
-    copy of the merged weights and slots, and computes there. A step takes max(update + compute, communicate) instead of
-    their sum (Equations 2 and 4), and K - 1 further updates. With the learning rate and momentum of synchronous
-    training, K = 2 costs less than a point of accuracy, also if each rank has data of other classes. K = 3 costs about
-    as little, and K = 4 up to 2 points. In a short training of a transformer K = 3 and K = 4 cost 2 to 4 points.
+    copy of the merged weights and slots, and computes with this copy. A step takes max(update + compute, communicate)
+    instead of their sum (Equations 2 and 4), and K - 1 further updates. With the learning rate and momentum of
+    synchronous training, K = 2 costs less than a point of accuracy, even if each rank has data of different classes.
+    K = 3 costs about as little, and K = 4 up to 2 points. In a short training of a transformer K = 3 and K = 4 cost 2
+    to 4 points.
 
     At the end of every epoch, and of `fit`, all means are merged: validation and callbacks there see merged weights.
-    Callbacks within an epoch see the weights that a rank computes with. If callbacks assign weights, `fit` raises an
-    error if a K above 1 is given. If ranks choose K, it then stays 1, as in custom loops. All ranks use the learning
-    rate of rank 0. If a callback has changed another rank's learning rate, there is a warning. It is an error with a
-    learning-rate schedule, with `weight_decay` and K = 1 or "auto", and with `compensation="none"` and K above 1.
+    Callbacks within an epoch see the weights that a rank computes with. With a given K above 1, `fit` raises an error
+    if callbacks assign weights. If ranks choose K, such callbacks keep K at 1, as custom loops do. All ranks use the
+    learning rate of rank 0. If a callback has changed another rank's learning rate, there is a warning. The change is
+    an error with a learning-rate schedule, with `weight_decay` and K = 1 or "auto", and with `compensation="none"` and
+    K above 1.
 
     Changes of moving statistics are averaged, too, never through a codec. Gradients are clipped before they are
     averaged (under a `LossScaleOptimizer`, after). Sparse gradients are sent as dense ones. If a rank ends early, the
@@ -92,9 +94,9 @@ class PipeSGDStrategy(ExchangeStrategy):
         on slow links. None: gradients are sent unencoded. Gradients other than float32, bfloat16 and float16 are always
         sent unencoded. Default "auto": "int8" if that saves at least 15 % of a step, otherwise None. "low_rank" if that
         saves 15 % more, most values are those of large dense kernels, and the optimizer is SGD.
-      num_segments: L, the number of parts in which gradients are sent, those of the last layers first, so that they
-        travel while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6). It is useful
-        with K = 1, if computation takes most of a step: a wider pipe already hides communication. Default 1.
+      num_segments: L, the number of parts in which gradients are sent. Those of the last layers go first, and travel
+        while back-propagation goes on. It costs L times the latency of an all-reduce (Equation 6). It is useful with
+        K = 1, if computation takes most of a step: a wider pipe already hides communication. Default 1.
       compensation: The weights that a rank computes with while means are in flight. Not used with K = 1. "replay": as
         above. "none": Algorithm 1 as printed: merged weights only. The first K - 1 updates then use gradients of zero,
         and the last K - 1 means are dropped. With "none" and a momentum of 0.9, accuracy is lost at learning rates that
@@ -116,15 +118,16 @@ class PipeSGDStrategy(ExchangeStrategy):
         fewer, a rank raises `PeerLostError`, because the others may be training on, behind a network cut. Default None:
         more than half of the ranks; 1 if there are two.
       patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
-        rank, as without a lost one. A stopped process is an example. When the rank wakes, it skips the steps that it
-        has missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and less
-        than `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without `run_eagerly`.
-        Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
+        rank, as if it were lost. A stopped process is an example. When the rank wakes, it skips the steps that it has
+        missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and less than
+        `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without `run_eagerly`. Default
+        None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
         weights each rank by its rows in the step, g = sum of n_i g_i / sum of n_i. So it is the mean of the whole
-        batch, with any shares. A rank's own gradient stands in at its full size. Default None: all parts are equal.
-      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        batch, with any shares. A rank's own gradient stands in for a mean at its full size. Default None: all parts are
+        equal.
+      devices: Names of this process's devices, as for `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.

@@ -69,7 +69,7 @@ class ShatAlgorithm(Algorithm):
                 window, place = group.read_step() // interval, group.read_step() % interval
             when(place == interval - 1, lambda: self._push_window(window))
         if ema_overwrite_frequency(group.optimizer()):
-            # The servers have replaced weights by averages. The worker's optimizer does so next, now without effect.
+            # The servers have replaced weights by averages. This makes the same step of the worker's optimizer a no-op.
             for average, variable in zip(averages_of(group.optimizer(), group.trained), group.trained, strict=True):
                 average.assign(variable)
         return super().after_update()

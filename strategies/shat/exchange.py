@@ -35,7 +35,7 @@ class ShatExchange(Exchange, Joiner):
       context: Membership, packing and buffers of the group.
       settings: The settings of the strategy.
       shares: The part of a batch that each worker takes. Default: all parts are equal.
-      tell: As of `Autotuner`. Default: does nothing.
+      tell: As for `Autotuner`. Default: does nothing.
 
     Attributes:
       shards: The shard of each server that has one.
@@ -64,7 +64,7 @@ class ShatExchange(Exchange, Joiner):
         self._packing = context.packing
         self._settings = settings
         self._shares = shares
-        self._workers = list(range(context.membership.world_size))  # Except lost workers; with those that have ended.
+        self._workers = list(range(context.membership.world_size))  # Without lost workers, but with ended ones.
         self.shards = make_shards(context, settings)
         self._servers = Servers(context, self.shards)
         self.state = GroupState(context, settings, self._servers)
@@ -182,7 +182,7 @@ class ShatExchange(Exchange, Joiner):
     def _merge(self, request: Request, answers: Answers) -> Result:
         """Returns the servers' model and the weight of each server.
 
-        In the place of non-trainable state, it returns the servers' mean minus the value that this rank has pushed.
+        In the place of non-trainable state, the result has the servers' mean minus the value that this rank has pushed.
         """
         buckets = self._packing.take(self._context.pool)  # The servers fill all of it except the metadata.
         self._beside(buckets)[:] = 0

@@ -155,8 +155,8 @@ class WindowPushes(StepPushes):
     """The worker pushes the sum of the steps of a window.
 
     Args:
-      num_servers: As of `Pushes`.
-      shares: As of `Pushes`.
+      num_servers: As for `Pushes`.
+      shares: As for `Pushes`.
       trained: The trained variables.
     """
 

@@ -41,7 +41,8 @@ class ServerRequest:
         request already.
       is_answer: `is_answer(answer)` returns True if a server's answer is to this request.
       shards: The shards of the servers that are asked.
-      sources: Ranks that the servers wait for. While an answer is missing, they must be running or have left properly.
+      sources: Ranks that the servers wait for. While an answer is missing, these ranks must be running or have left
+        properly.
       step: The training step, or None if the request belongs to none.
       retries: True to ask again if an answer takes long.
     """
@@ -101,7 +102,7 @@ class Servers:
         # In the session: the number of answered pushes, and True if this rank has sent anything to the servers.
         self._num_answered = 0
         self._has_entered = False
-        # For each server that has answered: True if its first state was another one than rank 0's, as from a snapshot.
+        # For each server that has answered: True if its first state was not rank 0's, but for example a snapshot's.
         self._is_under_way: dict[int, bool] = {}
         self._received: dict[str, Answers] = {queue: {} for queue in _ANSWERS}
         self._retry_seconds = _RETRY_SECONDS
@@ -209,8 +210,8 @@ class Servers:
         """Takes all answers, if they are there.
 
         Returns:
-          All answers and nothing, or nothing and the shards whose servers' answers are missing. For each of these
-          shards, the value is True if the server lacks the request.
+          All answers and an empty dict, or an empty dict and the shards whose servers' answers are missing. For each of
+          these shards, the value is True if the server lacks the request.
         """
         with self._membership.monitor:
             received = self._received[request.queue]
@@ -344,7 +345,7 @@ class Servers:
         return True
 
     def _announce(self, shard: ShardView) -> None:
-        """Tells a server at once how far this rank is.
+        """Tells a server at once the progress of this rank.
 
         This rank's next request may come late, and meanwhile other ranks may wait for this rank at the server.
         """
@@ -362,7 +363,7 @@ class Servers:
         """Configures the restarted servers of a request again. Blocks and raises as `configure` does.
 
         Args:
-          request: The request that the servers get next. Their earlier answers to it do not count.
+          request: The request that the servers get next. Their earlier answers to it are dropped.
 
         Returns:
           The shards of these servers.

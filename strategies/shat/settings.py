@@ -32,8 +32,8 @@ def mixing_weight(c: int, n: int, rule: str = "shat", log_base: float = math.e, 
 
     but at least `min_mixing`. A lone worker takes the server's model: alpha is 1. With several workers, alpha is
     `min_mixing` if no other worker has pushed (c = 0, s is infinite). The paper does not give the base of its
-    logarithm. With base 2, both rules would be the same for 4 and for 16 workers, which its Table 2 excludes. With base
-    10, alpha would be negative for up to 8 workers that are equally fast.
+    logarithm. With base 2, both rules would be the same for 4 and for 16 workers, which the paper's Table 2 excludes.
+    With base 10, alpha would be negative for up to 8 workers that are equally fast.
 
     Args:
       c: The number of others' pushes that the server has applied since this worker's last one, at least 0.
@@ -67,7 +67,7 @@ def mixing_weight(c: int, n: int, rule: str = "shat", log_base: float = math.e, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShatSettings:
-    """The arguments of `SHATParameterServerStrategy`, checked. See there.
+    """The checked arguments of `SHATParameterServerStrategy`, which describes them.
 
     Raises:
       TypeError: If `codec` is of another type.

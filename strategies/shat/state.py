@@ -82,11 +82,11 @@ class GroupState:
         if joins:
             go_on_after(optimizer, max(state.num_steps for state in states))
         elif any(answer.is_under_way for answer, _ in answers.values()):
-            # The count at the begin of the session: this rank is to make all steps of the session.
+            # The count at the start of the session, because this rank is to make all steps of the session.
             go_on_after(optimizer, max(answer.num_steps_before for answer, _ in answers.values()))
 
     def _describe(self, *, has_state: bool, joins: bool) -> pb.Configure:
-        # Gradient descent with a pushed step as the gradient applies that step.
+        # Plain gradient descent applies a pushed step if it gets the step as the gradient.
         optimizer = keras.optimizers.SGD() if self._pushes_steps else self._context.optimizer()
         return pb.Configure(
             group=self._context.group,
@@ -127,7 +127,7 @@ class GroupState:
             if answer.error:
                 raise HopError(f"rank {self._membership.rank}: {answer.error}")
         if (optimizer := self._context.optimizer()) is None:
-            return  # The optimizer was replaced, as by a new `compile`.
+            return  # The optimizer was replaced, for example by a new `compile`.
         states = self._take_over(answers)
         if constrain(optimizer, self._context.trained):
             self.keep_model()
@@ -143,7 +143,7 @@ class GroupState:
         return states
 
     def offer(self) -> None:
-        """Gives the servers rank 0's model, if it differs from the model that they had. Only rank 0 does so."""
+        """Gives the servers rank 0's model, if it differs from the model that they had. Does nothing on other ranks."""
         if self._membership.rank != 0:
             return
         buckets = self._variables.model()
@@ -158,7 +158,7 @@ class GroupState:
                 self._membership.send(shard.server, ASSIGN, header, payload, lane=BULK_LANE)
 
     def keep_model(self) -> None:
-        """Makes `offer` treat this rank's present model as known, although it is not the servers'."""
+        """Makes `offer` treat this rank's present model as known to the servers, although they have another one."""
         self._known_model = self._variables.digest(self._variables.model())
 
     def retire(self) -> None:

@@ -60,8 +60,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         w        = (1 - alpha) (w - local step)  +  alpha w_server
 
     No worker waits for another one. With the learning rate and momentum of synchronous training, n workers together
-    move the servers' model as far as it does. n counts all workers except lost ones. Each worker keeps its own
-    optimizer slots.
+    move the servers' model as far as a synchronous step does. n counts all workers except lost ones. Each worker keeps
+    its own optimizer slots.
 
     With `pushes="gradients"`, the paper's rule, a worker pushes its gradient. The servers make a step of the user's
     Keras optimizer for every push, with weight decay and `use_ema`, and with the learning rate of the worker. n workers
@@ -77,11 +77,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
     its last snapshot, and later pushes are lost. The loss of a server without snapshots is an error on all workers.
     Servers that are started again together with the workers also go on from their snapshots.
 
-    When `fit` ends on a rank, its model, moving statistics and (if gradients are pushed) optimizer slots become those
-    of the servers at that moment. With `mixing="ensemble"` the rank keeps its own model. `synchronize(model)`, which
-    all ranks call, gives all of them the servers' final model. A later `fit` begins with that model. If rank 0's model
-    was changed before a `fit`, or by a callback in `on_train_begin`, the servers and the other ranks take over the
-    changed model.
+    When `fit` ends on a rank, the rank's model, moving statistics and (if gradients are pushed) optimizer slots become
+    those of the servers at that moment. With `mixing="ensemble"` the rank keeps its own model. `synchronize(model)`,
+    which all ranks call, gives all of them the servers' final model. A later `fit` begins with that model. If rank 0's
+    model was changed before a `fit`, or by a callback in `on_train_begin`, the servers and the other ranks take over
+    the changed model.
 
     Args:
       mixing: The weight alpha of the servers' model: "shat" or "shat_root" (see `mixing_weight` in this module), "asp"
@@ -93,10 +93,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         layers; "none": the first server keeps everything. Default "memory".
       consistency: "async": no worker waits. "ssp": a worker waits if it is more than `max_staleness` pushes ahead of
         the slowest one. "bsp": synchronous training. The servers apply the mean of all workers' gradients, with the
-        learning rate of the lowest rank that has pushed. All workers then take that model (alpha = 1). Default "async".
+        learning rate of the lowest rank that has pushed. All workers then take the servers' model (alpha = 1). Default
+        "async".
       max_staleness: s, in pushes (of `interval` steps), at least 0. Used only if `consistency` is "ssp". Default 16.
-      min_mixing: The least alpha of "shat" and "shat_root", from 0 to 1. Default None: 1 / n, without which two workers
-        would never learn from each other.
+      min_mixing: The least alpha of "shat" and "shat_root", from 0 to 1. Default None: 1 / n. Without a minimum, two
+        workers would never learn from each other.
       log_base: The base of the logarithm in Equation 4. Default e.
       codec: Encodes pushes on their way to the servers: a `hop_tf.codecs.Codec` that is not sparse, a name
         ("truncate16", "int8", "sketch", "bits4"), or None: values are sent unencoded. Default "auto": each worker makes
@@ -112,10 +113,10 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         Default None: no snapshots.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A push
-        counts in proportion: the servers add a step times the worker's part, instead of 1 / n. They apply a pushed
-        gradient with n times the worker's part of the learning rate. With "bsp", their means count each worker as often
-        as it has rows. Workers make their own steps at full size. Default None: all parts are equal.
-      devices: Names of this process's devices, as of `tf.distribute.MirroredStrategy`: a rank's batch is divided among
+        counts in proportion: the servers add a step times the worker's part, instead of 1 / n. For a pushed gradient,
+        they multiply the learning rate by n times the worker's part. With "bsp", the servers' means weight each worker
+        by its number of rows. Workers make their own steps at full size. Default None: all parts are equal.
+      devices: Names of this process's devices, as for `tf.distribute.MirroredStrategy`: a rank's batch is divided among
         them. Ranks may have different numbers of devices. Default: all GPUs that the process sees, or one CPU.
       cluster_resolver: The description of the cluster. Default: `TF_CONFIG`.
       communication_options: Deadlines, credentials, records. Default: `CommunicationOptions()`.
@@ -209,7 +210,7 @@ class SHATParameterServerStrategy(ExchangeStrategy):
 
     @as_own_updates()
     def synchronize(self, model: keras.Model) -> None:
-        """Gives `model` the servers' weights. They and the servers' slots are then equal to the bit on all ranks.
+        """Gives `model` the servers' weights. Weights and the servers' slots are then equal to the bit on all ranks.
 
         With `use_ema`, the weights are the servers' averages, as at the end of `fit`.
 
@@ -237,8 +238,8 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         super()._average_over_ranks(weights)
         known = set(map(id, weights))
         for algorithm in self.training.algorithms:
-            # The servers' model, with all pushes, replaces the mean next. Otherwise, in a custom loop, rank 0 would
-            # offer its mean to the servers first.
+            # Next, the servers' model, which has all pushes, replaces the mean. Without this call, rank 0 would first
+            # offer its mean to the servers, in a custom loop.
             if known.issuperset(map(id, algorithm.group.trained)) and self._is_current(algorithm):
                 algorithm.served.keep_model()
 
@@ -251,11 +252,11 @@ class SHATParameterServerStrategy(ExchangeStrategy):
         )
 
     def report(self) -> dict[str, float]:
-        """Counters of this rank, as of the other strategies, with the latest alpha and c.
+        """Counters of this rank, as for the other strategies, with the latest alpha and c.
 
         Returns:
           The values of `ExchangeStrategy.report`, and the following.
-          `mixing_weight` and `pushes_by_others`: alpha and c of the latest push, the means over all shards.
+          `mixing_weight` and `pushes_by_others`: alpha and c of the latest push, as means over all shards.
           `communicate_seconds`: the time from a push to its answer.
           `shard_<s>_bytes_sent` and `shard_<s>_bytes_received`, for each server with a shard: bytes without headers.
           `snapshot_failures`: the number of snapshots that servers could not write.

@@ -35,7 +35,7 @@ class GroupVariables:
         return [np.asarray(b) for b in self._packing.pack([*values, tf.zeros(beside.shape, beside.dtype)])]
 
     def digest(self, buckets: Sequence[np.ndarray]) -> int:
-        """A checksum that tells models apart. Non-trainable state does not count."""
+        """A checksum that tells models apart. Non-trainable state is left out."""
         digest = 0
         for shard in self._shards:
             for is_exact, values in zip(shard.packing.exact, shard.cut(buckets), strict=True):
@@ -45,7 +45,8 @@ class GroupVariables:
 
     def slots(self) -> dict[tuple[str, int | None], np.ndarray]:
         """The values of the optimizer's slots. See `hop_tf.keras_hook.optimizers.slots_of`."""
-        # Slots that are created in the step being traced have no values yet. They begin alike on all ranks anyhow.
+        # Slots that are created in the step being traced have no values yet. They start with equal values on all ranks
+        # anyway.
         return {key: np.asarray(slot.read_value()) for key, slot in self._slots().items() if _has_value(slot)}
 
     def write(self, states: Sequence[ShardState]) -> list[np.ndarray]:

@@ -35,7 +35,7 @@ class ConfiguredGroup:
       waiting: Workers that have configured the group and wait for its state.
       retired: Workers that no longer need the group.
       has_state: True if the group has a state.
-      is_under_way: True if the state is another one than rank 0's, as from a snapshot.
+      is_under_way: True if the state is not rank 0's, but for example a snapshot's.
       num_resumed: The number of pushes in the snapshot, if this process replaces an earlier one in the middle of a
         training. Otherwise None.
       signature: Bytes that are equal for snapshots of the same model.
@@ -79,7 +79,7 @@ class ConfiguredGroup:
         """Enters the running session, of a new training or of the snapshot's training.
 
         Args:
-          configure: The configuration of the first worker that this process hears of.
+          configure: The configuration of the first worker that this process hears from.
           state: The state that `restore` has taken over, or None.
           workers: The workers that take part in the session.
           session: The session.

@@ -86,8 +86,8 @@ class StaleSynchronous(Consistency):
 class BulkSynchronous(Consistency):
     """The mean of all workers' pushes is applied as soon as all are there (PS-Sync).
 
-    Clocks differ only if a server goes on from a snapshot without an update that some workers already had answers to.
-    The other workers then repeat their pushes of that update. The workers ahead wait for the next update.
+    Clocks differ only if a server goes on from a snapshot that lacks an update to which some workers already had
+    answers. The other workers then repeat their pushes of that update. The workers ahead wait for the next update.
     """
 
     def to_apply(self, pushed: Collection[int], clocks: Mapping[int, int]) -> Collection[int]:

@@ -297,7 +297,7 @@ class ServedGroup:
 
     def _read_anew(self) -> list[np.ndarray]:
         buckets = self._shard.read()
-        statistics = [self._statistics[worker] for worker in sorted(self._statistics)]  # As gradients: by rank.
+        statistics = [self._statistics[worker] for worker in sorted(self._statistics)]  # By rank, as gradients.
         means = self._mean(statistics) if statistics else self._means
         for index, mean in zip(self._carried, means, strict=True):
             buckets[index] = mean

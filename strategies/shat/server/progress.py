@@ -16,7 +16,7 @@ class Participant:
       process: The name of the worker's process; "" while unknown.
       sequence: The number of the worker's last push that was applied.
       clock: As `sequence`, but a worker that joins late starts as if it had pushed as often as the slowest one.
-      num_others: c.
+      num_others: c, the number of others' pushes that were applied since the worker's last answer.
       last_num_others: c of the last answer.
       waits: True if the worker's last push was applied and is not answered.
     """

@@ -45,15 +45,16 @@ class ParameterServer:
     handlers wait.
 
     Memory, in vectors as long as the server's part of the model, with W workers and an optimizer that has s slots (SGD
-    0, Adam 2): (1 + s) + max(W + 1, s + 2). The first term is the state. W + 1 stands for a push or an answer of each
-    worker, and for both of the worker whose push is applied. s + 2 stands for rank 0's state in its message, at first,
-    and for the answer to it, which all workers share. In addition:
+    0, Adam 2): (1 + s) + max(W + 1, s + 2). The first term is the state. W + 1 is a push or an answer for each worker,
+    and both for the worker whose push is being applied. s + 2 is, at the start, rank 0's message with its state (1 +
+    s), and the answer to it (1), which all workers share. In addition:
 
     - temporary memory of an update: a few times 4 MiB, or the largest variable if the optimizer looks at whole tensors;
       glibc may keep this memory, up to 64 MiB in a thread (MALLOC_ARENA_MAX);
-    - s for a state in flight to a worker or a file, if an update comes meanwhile, because TensorFlow then copies;
+    - s for a state in flight to a worker or a file, if an update comes meanwhile, because TensorFlow then copies the
+      slots;
     - 1 with a lossy codec, for the decoded push;
-    - up to W - 1 if threads are held up between an answer and the release of its push.
+    - up to W - 1 if threads are delayed between an answer and the release of its push.
 
     Args:
       transport: The transport. The server takes its messages from now on.
@@ -81,8 +82,8 @@ class ParameterServer:
         # True if rank 0 has assigned the models that it changed before the session, and the pulls that wait for that.
         self._has_begun = False
         self._waiting_pulls: list[Message] = []
-        self._first_has_pushed = False  # In the session. By then rank 0 has configured its groups.
-        # Workers that have ended for good, and workers that were lost with the reasons. Lost workers may come back.
+        self._first_has_pushed = False  # In this session. A push of rank 0 means that it has configured its groups.
+        # Workers that have ended for good, and workers that were lost, with the reasons. Lost workers may come back.
         self._ended: set[int] = set()
         self._lost: dict[int, str] = {}
         # Workers that have left the running session.
@@ -137,7 +138,7 @@ class ParameterServer:
         self._remove(worker, is_lost=True)
 
     def restarted(self, worker: int) -> None:
-        """Records that a new process has taken a lost worker's place. It takes part when it asks to."""
+        """Records that a new process has taken a lost worker's place. The process takes part when it asks to."""
         self._remove(worker, is_lost=True)
         with self._lock:
             self._lost.pop(worker, None)
@@ -166,7 +167,7 @@ class ParameterServer:
     # Workers that come and go.
 
     def _enter(self, session: int) -> None:
-        """Enters a session with its first message from any worker, except a farewell. The lock must be held."""
+        """Enters a session at its first message, other than a farewell, from any worker. The lock must be held."""
         if session > self._session:
             self._begin_session(session)
 
@@ -370,7 +371,7 @@ class ParameterServer:
                 self._first_has_pushed = True
                 self._has_begun = True  # This process may have been started after rank 0's announcement.
         if not is_current:
-            return  # The worker has left meanwhile, and awaits no answer. If it leaves only now, the group notices.
+            return  # The worker has left meanwhile, and awaits no answer. If it leaves later, the group notices.
         self._answer_due_pulls()
         try:
             configured = self._find(push.group)
@@ -421,7 +422,7 @@ class ParameterServer:
             self._answer_pull(message)
 
     def _answer_due_pulls(self) -> None:
-        """Answers the pulls that wait for rank 0's models, if these have come or will not come."""
+        """Answers the pulls that wait for rank 0's models, once these have come or can no longer come."""
         with self._lock:
             if not self._has_begun and _FIRST in self.present and _FIRST not in self._left:
                 return

@@ -41,9 +41,9 @@ def serve(
       options: Deadlines and credentials. Default: `CommunicationOptions()`.
       snapshots: The directory and the times of snapshots. Default: no snapshots.
 
-    Blocks: until all workers have ended. Workers that are dead, or cannot be reached for `timeout_seconds`, do not
-    count. SIGTERM, as when the machine is taken away, ends the process earlier: after a last snapshot, with exit code
-    143.
+    Blocks: until all workers have ended. The server does not wait for workers that are dead, or cannot be reached for
+    `timeout_seconds`. SIGTERM, for example when the machine is taken away, ends the process earlier: after a last
+    snapshot, with exit code 143.
 
     Raises:
       ClusterConfigError: If this process is not a `ps` task.
@@ -67,7 +67,7 @@ def serve(
 
 @contextlib.contextmanager
 def _exit_on_termination() -> Iterator[None]:
-    """Lets SIGTERM end the program as Ctrl-C does, unless it has another effect already."""
+    """Lets SIGTERM end the program as Ctrl-C does, unless the program handles or ignores it already."""
     on_main_thread = threading.current_thread() is threading.main_thread()
     if not on_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

@@ -15,9 +15,9 @@ from hop_tf.keras_hook.updates import as_own_updates
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing
 
-# Optimizers that treat each value of a tensor alone. Their tensors may be divided.
+# Optimizers that update each value of a tensor on its own. Their tensors may be divided.
 _ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
-# GPUs belong to the workers. On a GPU, a server would take its memory, and copy all data there and back.
+# GPUs belong to the workers. On a GPU, a server would take memory from a worker, and copy all data there and back.
 _DEVICE = "/cpu:0"
 
 
@@ -41,7 +41,7 @@ class Shard:
     """The trained buckets of a shard, with their optimizer, on the processor. Used by one thread at a time.
 
     TensorFlow keeps memory that it has once allocated. So it holds only the model, the slots, and the temporary memory
-    of an update. Messages are elsewhere, in memory that is reused.
+    of an update. Messages are in other memory, which is reused.
 
     Args:
       packing: The shard's buckets. Exact buckets are not trained.

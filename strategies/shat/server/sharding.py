@@ -39,8 +39,8 @@ def plan_shards(
       specs: The tensors.
       layers: For each tensor, the layer that it belongs to. The tensors of a layer follow each other.
       num_servers: Number of servers, at least 1.
-      sharding: "memory": equal numbers of values, up to 64 bytes, which may divide tensors. "layer": equal numbers of
-        layers, up to one. "none": the first server has everything.
+      sharding: "memory": equal numbers of values, to within 64 bytes. Tensors may be divided. "layer": equal numbers of
+        layers, to within one. "none": the first server has everything.
 
     Returns:
       For each server its pieces, none of them empty. With a small model, some servers have no pieces.

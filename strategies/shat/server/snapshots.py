@@ -35,11 +35,11 @@ class SnapshotOptions:
 
     Attributes:
       directory: The directory in which each server writes a file for each optimizer, `ps_<index>_<group>`. A server
-        that is started again must find it, on any machine. If it is started again within `timeout_seconds`, the server
-        goes on with the training. Default None: no snapshots.
+        that is started again, on any machine, must find this directory. If the server is started again within
+        `timeout_seconds`, it goes on with the training. Default None: no snapshots.
       every_seconds: The longest time between two snapshots, if there are pushes. The first push of each `fit` is
         written at once, before it is answered. Default 60.
-      every_pushes: The most pushes between two snapshots, or None for no limit. Default None.
+      every_pushes: The largest number of pushes between two snapshots. Default None: any number.
 
     Raises:
       ValueError: If a value is out of range, or a time or number is given without a directory.
@@ -85,10 +85,10 @@ class Snapshots:
     """The snapshots of one server.
 
     A file is replaced when the next one is complete and on the disk. So there is a whole file whenever the server dies.
-    If a snapshot cannot be written, as on a full disk, training goes on and the last complete one stays. The next
-    attempt follows when another snapshot is due.
+    If a snapshot cannot be written, for example to a full disk, training goes on and the last complete one stays. The
+    next attempt follows when another snapshot is due.
 
-    If the directory cannot be made, or written to, when the server starts, `read` raises: nothing is lost yet.
+    `read` raises if the directory could not be made, or written to, when the server started: nothing is lost yet.
 
     Args:
       options: The options. The directory is made if it does not exist.
@@ -131,7 +131,8 @@ class Snapshots:
         if self._unusable:
             raise HopError(self._unusable)
         self._signatures[group] = signature
-        # The first snapshot is due with the first push. If a server dies without one, the others' are of no use.
+        # The first snapshot is due with the first push. If a server dies without a snapshot, the other servers'
+        # snapshots are of no use.
         self._histories[group] = _History(0, (0, -math.inf))
         path = self.path(group)
         if not path.exists():
@@ -151,7 +152,8 @@ class Snapshots:
     def _check_others(self, group: str) -> None:
         """Raises MismatchError if there are snapshots of variables with other names.
 
-        Otherwise a script with changed names, as when Keras numbers layers differently, would silently begin anew.
+        Otherwise a script with changed names, for example because Keras numbers layers differently, would silently
+        begin anew.
         """
         number, _, _ = group.partition("-")
         others = [p for p in self._directory.glob(f"ps_{self._index}_{number}-*") if p.suffix != _UNFINISHED]
