@@ -45,7 +45,7 @@ class Quorum:
 
 
 class Verdict(NamedTuple):
-    """The error that ends waiting for a peer, or None. `is_cut_off`: the error is that this rank is cut off."""
+    """The error that ends waiting for a peer, or None. `is_cut_off`: True if this rank is cut off."""
 
     error: Exception | None
     is_cut_off: bool = False

@@ -55,7 +55,7 @@ class Rounds:
       rank: This rank.
       others: The ranks that this one exchanges values with.
       is_asked: True if another rank waits for this one, and this rank had not made more progress when it was asked.
-        While it is true, a thread that makes progress calls `look_again`.
+        While `is_asked` is true, a thread that makes progress calls `look_again`.
       sent_rounds: The number after this rank's last announcement, for the message with which this rank leaves.
     """
 
@@ -172,7 +172,7 @@ class Rounds:
             passed = [rank for rank, (_, progress) in self._asking.items() if self._has_passed(progress)]
             numbers = {rank: self._asking.pop(rank)[0] for rank in passed}
             session, self.is_asked = self._queue.session, bool(self._asking)
-            for rank, number in numbers.items():  # The other rank goes on after this message. Do not wait for it.
+            for rank, number in numbers.items():  # The other rank goes on after this message: do not wait for it.
                 self._reached[rank] = max(self._reached[rank], number + 1)
             self._membership.monitor.notify_all()
         for rank, number in numbers.items():
@@ -187,13 +187,13 @@ class Rounds:
 
     def _answered(self, number: int) -> Callable[[], None]:
         """Begins a round with the value of `answer`. Returns a function that tells the others."""
-        value, session = self._answer(), self._queue.session  # The session now, even if the answer is sent later.
+        value, session = self._answer(), self._queue.session  # The current session, even if the answer is sent later.
         self._note_own(number, value)
         self.sent_rounds = number + 1
         return lambda: self._tell_all(_Kind.VALUE, number, value, interruptible=False, session=session)
 
     def _note_own(self, number: int, value: bytes) -> None:
-        """Records a value that is about to be sent. It answers ranks that wait for this round or an earlier one."""
+        """Records a value that is about to be sent. It answers all ranks that wait in this or an earlier round."""
         self._asking = {rank: asked for rank, asked in self._asking.items() if asked[0] > number}
         self.is_asked = bool(self._asking)
         self._announced = number + 1

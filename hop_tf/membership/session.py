@@ -101,9 +101,9 @@ class Membership(Waiting):
         self._gathered = dict.fromkeys(self.peers, 0)
         # The seed of random choices that all ranks make alike in the running session.
         self.seed = 0
-        # Only one rank can have a claim: for each claim in the running session, the lowest rank that has made it.
+        # For each claimed name, its owner in the running session: the lowest rank that claims the name.
         self.owners: dict[str, int] = {}
-        # Ranks that were lost, and ranks that left a session by an exception, since this object was created.
+        # Number of ranks that were lost, and of ranks that left a session early, since this object was created.
         self.num_lost = self.num_left = 0
         # Times that another rank has joined again in the middle of a session.
         self.num_joined = 0
@@ -275,7 +275,7 @@ class Membership(Waiting):
     def on_restart(self, peer: int) -> None:
         """Called when another process has taken the place of `peer`: the previous process is lost."""
         if peer not in (*self.peers, *self.servers):
-            return  # Its own peers tell of the restart. They may have told already that the new process takes part.
+            return  # The peers of that rank report the restart. They may have admitted the new process already.
         with self.monitor:
             self._ready[peer] = self._gathered[peer] = 0
             departure, leave = self.departure(peer), None

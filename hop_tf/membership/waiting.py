@@ -342,7 +342,7 @@ class Waiting(abc.ABC):
                     if error is None:
                         continue
                     end = self._departures.end_of(peer)
-                    is_known = end is not None and end.lost  # The known loss has not ended the wait: it fails.
+                    is_known = end is not None and end.lost  # Its loss has not ended the wait, so the wait must fail.
                     if is_known or not self._goes_on_after(peer, step, error):
                         self._note_cause(peer, error)
                         raise error

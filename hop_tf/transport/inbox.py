@@ -209,7 +209,7 @@ class Inbox:
         return True
 
     def _deliver(self, handler: Handler | None, message: Message) -> None:
-        """Delivers a message to a handler, with `_delivering` held; without one, delivers the queue's held messages."""
+        """Delivers a message and releases `_delivering`. Without a handler, delivers the queue's held messages."""
         if handler is None:
             self.drain(message.queue)
             return
