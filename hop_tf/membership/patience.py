@@ -90,7 +90,7 @@ class Patience:
         self._looked_at = self._awake_since = now()
 
     def discount(self, rank: int, status: PeerStatus, *, asks: bool = True) -> PeerStatus:
-        """Returns the `status` of a rank, with the silence that counts. The status of a rank that was never met stays.
+        """Returns the `status` of a rank, with only the silence that counts; unchanged if the rank was never met.
 
         Args:
           rank: The rank.

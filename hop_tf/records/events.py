@@ -9,7 +9,7 @@ import numpy as np
 
 # Files contain this number, and readers refuse others.
 FORMAT = 1
-# Stands for a missing number, such as the step before the first step, or the peer of an event without one.
+# Stands for a missing number, such as the step before the first step, or the peer of an event that has no peer.
 NONE = -1
 
 
@@ -19,7 +19,8 @@ class Kind(enum.IntEnum):
     Times are seconds since 1970 on the machine's clock. Each kind has a begin and a duration.
     """
 
-    # A step of Keras's loop, or several with `steps_per_execution`, from the callbacks before to the callbacks after.
+    # A step of Keras's loop, or several with `steps_per_execution`, from the callbacks before it to the callbacks after
+    # it.
     STEP = 1
     # From the step's batch to its gradients.
     COMPUTE = 2
@@ -42,7 +43,7 @@ class Kind(enum.IntEnum):
     OUTCOME = 10
     # A session begins: see `hop_tf.membership`.
     SESSION = 11
-    # `peer` was lost, has left by an exception, or takes part again.
+    # `peer` was lost, has left early, or takes part again.
     LOSS = 12
     LEAVE = 13
     JOIN = 14

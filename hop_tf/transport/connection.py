@@ -127,7 +127,7 @@ class Connection:
         """Ends every frame with a checksum from now on. Only reading in the middle of a frame has a time limit then."""
         self.sent, self.received = sent, received
         self._socket.settimeout(None)
-        # The kernel's own limit: with Python's, a call does not fill the whole buffer.
+        # The kernel's own limit, because with Python's a call does not fill the whole buffer.
         seconds, rest = divmod(IDLE_SECONDS, 1.0)
         limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

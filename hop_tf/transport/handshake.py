@@ -117,7 +117,7 @@ class Handshake:
             self._generation = self._past.generation
 
     def _join_generation(self, theirs: control_pb2.Hello | control_pb2.HelloReply) -> None:
-        """Adopts a peer's generation of this strategy if it is ahead: this process has then replaced another one."""
+        """Adopts a peer's generation if it is ahead of this rank's: this process has then replaced another."""
         with self._meeting:
             if self._lead_of(theirs) > 0:
                 self._generation = self._past.generation = theirs.generation

@@ -15,7 +15,7 @@ from hop_tf.transport.base import Handler, Message
 from hop_tf.transport.framing import Frame, FrameKind
 from hop_tf.transport.peer import Peer
 
-# Messages of one sender and lane that are held for queues without a handler.
+# Limit on the messages of one sender and lane that are held for queues without a handler.
 _MAX_HELD_MESSAGES = 1024
 
 

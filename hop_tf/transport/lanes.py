@@ -81,8 +81,8 @@ class LinkShares:
     def _num_sharing_with(self, peer: int) -> int:
         """The number of peers that share the link: `peer`, and those that took turns with it.
 
-        Only the order of messages counts, not their times. After a pause the same peers share the link again. Until
-        then, further lanes would not pay, because new connections begin slowly.
+        Only the order of messages counts, not their times. After a pause the same peers share the link again. Lanes
+        that were added in the pause would begin slowly, as new connections do.
         """
         since = self._large_messages[peer][0] if peer in self._large_messages else -1
         others = {other for other, numbers in self._large_messages.items() if numbers[-1] > since}

@@ -194,7 +194,7 @@ class Outbox:
             self._message_went.wait(_CHECK_PERIOD_SECONDS)
 
     def _begin_to_write(self, message: Outgoing) -> Callable[[Outgoing], Sequence[memoryview]] | None:
-        """Takes the message and returns the function that writes it if the connection is idle, otherwise None."""
+        """Takes the message if the connection is idle, and returns the function that writes it. Otherwise None."""
         is_next = self._num_taken == len(self._kept) - 1 and self._kept[-1] is message
         if self._is_busy() or not is_next or message.num_bytes > _MAX_AT_ONCE_BYTES:
             return None
@@ -241,7 +241,7 @@ class Outbox:
             return self._take_next(), self._connection
 
     def end_message(self, message: Outgoing, rest: Sequence[memoryview] | None) -> None:
-        """Called when a sending thread has written a message up to `rest`. None: the connection is broken."""
+        """Called when a sending thread has written a message up to `rest`. It is None if the connection is broken."""
         with self._lock:
             self._is_writing = False
             message.rest = rest or ()

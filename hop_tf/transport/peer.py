@@ -126,7 +126,7 @@ class Peer:
             return self._incarnation in (None, incarnation) or incarnation in self._former_incarnations
 
     def replace(self, incarnation: str) -> bool:
-        """Accepts a new process as this peer. Returns False if it was itself replaced before. `introduce` follows."""
+        """Accepts a new process as this peer. Returns False if that was replaced before. `introduce` must follow."""
         with self._lock:
             if incarnation in self._former_incarnations:
                 return False

@@ -162,7 +162,7 @@ class PeerMemory:
     """
 
     def __init__(self, offer: control_pb2.SharedMemory):
-        # Opening does not block, even if the path leads to something else.
+        # With these flags, opening does not block, even if the path leads to something else.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         file = os.open(_checked_path(offer), flags)
         try:

@@ -173,7 +173,7 @@ class Awaited:
 
 
 def await_all(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected]) -> list[Awaited]:
-    """Prepares to read the next message of each of these borrowed lanes. Returns [] if one has no next message."""
+    """Prepares to read the next message of each of these borrowed lanes. Returns [] if one of them cannot be read."""
     messages = []
     for lane, each in zip(lanes, expected, strict=True):
         sequence = lane.next_sequence()

@@ -155,7 +155,7 @@ class TcpTransport(GrpcTransport):
 
     @property
     def _swapping(self) -> ModuleType | None:
-        """The module; None without native code or sockets, and while the connections' threads record messages."""
+        """The `swapping` module; None without native code or sockets, and while messages are recorded."""
         is_recorded = self.recorder is not None and self.recorder.is_on
         return None if is_recorded or not self._sockets else _swapping()
 

@@ -129,7 +129,7 @@ class UnauthenticatedPeers:
             self._changed.notify_all()
 
     def _in_the_way(self) -> UnauthenticatedPeer:
-        """The oldest connection of the source with the most: a single connection from elsewhere is not crowded out."""
+        """The oldest connection of the source with the most connections. Single connections of others then stay."""
         counts = collections.Counter(caller.source for caller in self._waiting)
         return max(self._waiting, key=lambda caller: counts[caller.source])  # Of equals, the oldest.
 
