@@ -3,9 +3,9 @@
 Rounds of one name are numbered. In a round, each rank announces a value. Then it waits for each other rank, until that
 rank has announced its own value, is in a later round, has ended its rounds, or has left.
 
-A rank that waits takes no step. If another rank needs that step to come to its own next round, both would wait forever.
-So each announcement carries the progress of its sender. A rank that has made more progress skips that round, and tells
-the sender so at once. Ranks need not know in advance how many steps there are between two rounds.
+A rank that waits takes no step. If another rank needs that step to reach its own next round, both would wait forever.
+So each announcement carries the progress of its sender. A rank that has made more progress than the sender skips that
+round, and tells the sender so at once. Ranks need not know in advance how many steps there are between two rounds.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Rounds:
         with membership.monitor:
             self._queue.session = session
             self._values: collections.defaultdict[int, dict[int, bytes]] = collections.defaultdict(dict)  # By number.
-            self._reached = dict.fromkeys(self.others, 0)  # By rank: the rank announces nothing below.
+            self._reached = dict.fromkeys(self.others, 0)  # By rank: it announces no lower number.
             self._asking: dict[int, tuple[int, Mapping[str, int]]] = {}  # By rank: its round, and its progress.
             self._incarnations = {rank: membership.incarnation_of(rank) for rank in self.others}
             self._own_incarnation = None if membership.joining else membership.incarnation

@@ -103,7 +103,8 @@ class Membership(Waiting):
         self.seed = 0
         # For each claimed name, its owner in the running session: the lowest rank that claims the name.
         self.owners: dict[str, int] = {}
-        # Number of ranks that were lost, and of ranks that left a session early, since this object was created.
+        # Number of ranks that were lost, and of ranks that left a session by an exception, since this object was
+        # created.
         self.num_lost = self.num_left = 0
         # Times that another rank has joined again in the middle of a session.
         self.num_joined = 0

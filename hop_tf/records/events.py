@@ -43,7 +43,7 @@ class Kind(enum.IntEnum):
     OUTCOME = 10
     # A session begins: see `hop_tf.membership`.
     SESSION = 11
-    # `peer` was lost, has left early, or takes part again.
+    # `peer` was lost, has left by an exception, or takes part again.
     LOSS = 12
     LEAVE = 13
     JOIN = 14

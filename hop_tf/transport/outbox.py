@@ -241,7 +241,7 @@ class Outbox:
             return self._take_next(), self._connection
 
     def end_message(self, message: Outgoing, rest: Sequence[memoryview] | None) -> None:
-        """Called when a sending thread has written a message up to `rest`. It is None if the connection is broken."""
+        """Called when a sending thread has written a message up to `rest` (None: the connection is broken)."""
         with self._lock:
             self._is_writing = False
             message.rest = rest or ()
