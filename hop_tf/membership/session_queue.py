@@ -51,7 +51,7 @@ class SessionQueue:
         session: int | None = None,
         **keywords,
     ) -> bool:
-        """Sends as `Membership.send` does, to this queue of `rank`. Default incarnation and session: the present."""
+        """Sends as `Membership.send` does, to this queue of `rank`. Defaults: the present incarnation and session."""
         incarnation = self._membership.incarnation_of(rank) if incarnation is None else incarnation
         head = _HEAD.pack(self.session if session is None else session, incarnation)
         return self._membership.send(rank, self._name, head + header, *arguments, **keywords)

@@ -124,7 +124,7 @@ class Connection:
         self._socket.settimeout(timeout_seconds)
 
     def end_greeting(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
-        """Ends every frame with a checksum from now on. Only reading in the middle of a frame has a time limit then."""
+        """Adds a checksum to every frame from now on. Then only reads in the middle of a frame have a time limit."""
         self.sent, self.received = sent, received
         self._socket.settimeout(None)
         # The kernel's own limit, because with Python's a call does not fill the whole buffer.
