@@ -98,7 +98,7 @@ class Sparse(Codec):
 
     @property
     def dense(self) -> Codec:
-        """The codec for vectors that are sent whole, with this codec's error feedback: `values`, but no `Bits2`."""
+        """The codec for whole vectors: `values`, or `Bits4` for `Bits2`, with this codec's error feedback."""
         whole = Bits4() if isinstance(self.values, Bits2) else self.values
         return whole.with_error_feedback(self.error_feedback)
 

@@ -241,7 +241,7 @@ class Transport(abc.ABC):
         return [None] * len(expected)
 
     def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which a thread waits until handlers get messages. Next time, `swap` may take these messages."""
+        """A context in which a thread waits until handlers get messages. Later, `swap` may receive such messages."""
         del senders, lane
         return contextlib.nullcontext()
 

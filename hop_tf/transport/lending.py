@@ -72,7 +72,7 @@ class Lending:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which a thread waits for the connection's thread to deliver, and borrows the connection next."""
+        """A context in which a thread waits for the connection's thread to deliver. The thread may borrow it next."""
         with self._lock:
             self._num_waiting += 1
             self._is_lent = False
