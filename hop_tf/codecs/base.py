@@ -47,7 +47,7 @@ class Codec(abc.ABC):
 
     @property
     def granularity(self) -> int:
-        """A number of values: a vector should be cut only at multiples of it."""
+        """The number of values that belong together: a vector should be cut only at multiples of it."""
         return 1
 
     @property

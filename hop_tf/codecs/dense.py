@@ -88,7 +88,7 @@ def _scaled_sum(vectors: Sequence[np.ndarray], factor: float, out: np.ndarray) -
     """Writes the sum of two or more vectors, times a factor, to `out`, and returns `out`."""
     first, second, *others = vectors
     factor = out.dtype.type(factor)
-    # Block by block: each value is read from memory once.
+    # Block by block, so that each value is read from memory once.
     for begin in range(0, out.size, _BLOCK_VALUES):
         block = slice(begin, begin + _BLOCK_VALUES)
         result = np.add(first[block], second[block], out=out[block], dtype=out.dtype)
@@ -205,7 +205,8 @@ class QuantileSketch(Codec):
     """Sorts the values of a chunk into 256 buckets, and sends each value's bucket number and each bucket's mean.
 
     Args:
-      spacing: 1 for buckets with equal numbers of values; towards 0 for buckets of equal width. Default 1/2.
+      spacing: 1 makes buckets with equal numbers of values. The nearer to 0, the more equal are the widths of the
+        buckets. Default 1/2.
 
     References:
       Zhou et al. Canary: Decentralized Distributed Deep Learning Via Gradient Sketch and Partition in Multi-Interface

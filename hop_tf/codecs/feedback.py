@@ -12,8 +12,8 @@ class ErrorFeedback:
     """Encodes the pieces of a vector, and adds the loss of each piece to the same piece of the next vector.
 
     With residual e: v = values + e; the codec sends encode(v); e = v - decode(encode(v)). So the sum of all sent values
-    differs from the sum of all values by the last residual only. A piece with a value that is not finite is sent as it
-    is, and its residual stays.
+    differs from the sum of all values by the last residual only. A piece with a value that is not finite leaves its
+    residual unchanged.
 
     Args:
       codec: The codec.
@@ -48,7 +48,7 @@ class ErrorFeedback:
             the same residual fits a sum, its mean, and one of its terms. Default 1.
 
         Returns:
-          The result of `Codec.encode`, and the loss, which `keep` takes if the data was sent.
+          The result of `Codec.encode`, and the loss. Pass the loss to `keep` if the data was sent.
         """
         corrected = take_float32(values, pool)
         np.add(values, self._residual[where], out=corrected, dtype=corrected.dtype)

@@ -60,7 +60,7 @@ class _FewBits(Codec, abc.ABC):
         return pool.take(2 * num_scales + num_bytes)
 
     def _received(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
-        """Does the same as `_split` for data to decode, and checks these data."""
+        """Does the same as `_split` for data to decode, and checks the bits after the last code."""
         scales, codes = self._split(data, num_values)
         num_in_last = num_values * self.bits % 8
         if num_in_last and codes[-1] >> num_in_last:  # Otherwise an encoding of one more value could be accepted.
@@ -90,13 +90,13 @@ class Bits4(_FewBits):
     A code decodes to level * scale / 64, which is exact in float32. So the loss is at most 15 % of the block's largest
     magnitude. On gradients and changes of weights it is 9 % of the values (root mean square).
 
-    The levels minimize the squared error on gradients and changes of weights of perceptrons and convolutional networks,
-    which crowd around zero. At equal bytes, that error is 44 % below that of 15 equidistant levels, and 29 % below that
-    of E2M1. It is 72 % below that of E3M0, which Streaming DiLoCo sends.
+    The levels minimize the squared error on gradients and changes of weights of perceptrons and convolutional networks.
+    Such values crowd around zero. At equal numbers of bytes, that error is 44 % below that of 15 equidistant levels,
+    and 29 % below that of E2M1. It is 72 % below that of E3M0, which Streaming DiLoCo sends.
 
-    Bytes: 2 for the scale of each block, then half a byte for each value. The lower half of a byte has the first value.
-    Scales are rounded to the nearest bfloat16, ties to even, but never to infinity. A block whose magnitudes are all
-    below 2^-119 decodes to zeros. A block with a value that is not finite decodes to nan.
+    Bytes: 2 for the scale of each block, then half a byte for each value. The lower half of a byte holds the first
+    value. Scales are rounded to the nearest bfloat16, ties to even, but never to infinity. A block whose magnitudes are
+    all below 2^-119 decodes to zeros. A block with a value that is not finite decodes to nan.
 
     Args:
       block_size: Values per block: a multiple of 8 from 8 to 1024. Default 64.
@@ -124,16 +124,16 @@ class Bits2(_FewBits):
     of all magnitudes in a block stays the same, except for rounding, and the loss is at most the standard deviation of
     the magnitudes.
 
-    There is no level for zero. In a dense vector zeros become the smaller magnitude: take `error_feedback` there.
+    There is no level for zero. In a dense vector, zeros decode to the smaller magnitude: use `error_feedback` there.
 
-    Magnitudes are split as integers: as multiples of 1/32768 of the block's largest one, rounded, ties to even. A
+    To be split, magnitudes are rounded to multiples of 1/32768 of the block's largest magnitude, ties to even. A
     magnitude that equals the border, or exceeds it by less than such a unit, belongs to the lower part. Means are
     rounded to the nearest bfloat16, ties to even, but never to infinity. If a part is empty, or its mean is below
     2^-119, its mean is 0. A block whose magnitudes are all below 2^-119 decodes to zeros. A block with a value that is
     not finite decodes to nan.
 
     Bytes: 4 for both means of each block, the smaller first, then a quarter of a byte for each value. The lowest two
-    bits of a byte have the first value: 1 for the larger magnitude, plus 2 for a negative value.
+    bits of a byte hold the first value: 1 for the larger magnitude, plus 2 for a negative value.
 
     Args:
       block_size: Values per block: a multiple of 8 from 8 to 1024. Default 128.

@@ -16,7 +16,7 @@ from hop_tf.arguments import check_integer
 from hop_tf.codecs.base import Codec, get
 from hop_tf.tensors.packing import TensorSpec
 
-# Kernels with fewer values, or with a smaller reduction of values by factors, are sent as they are.
+# Kernels with fewer values, or for which factors reduce the number of values less than this, are not factorized.
 _MIN_VALUES = 1 << 14
 _MIN_REDUCTION = 4
 # Rows and columns of the kernel that `bytes_per_value` describes.
@@ -27,10 +27,10 @@ _NOMINAL_SIZE = 1024
 class LowRank:
     """Sends a large kernel, m x k, as two factors, m x r and k x r. Other values pass through a codec.
 
-    Ranks find the factors of their mean together: see `hop_tf.collectives.low_rank`. So `LowRank` is no `Codec`, which
-    encodes any vector. Strategies accept it if their ranks average gradients, or changes, in rounds: `PipeSGDStrategy`,
-    `DTSStrategy`, and `CanaryStrategy` with consistency="bsp". The part of a value that factors lose is added to the
-    value of the next round.
+    Ranks find the factors of their mean together: see `hop_tf.collectives.low_rank`. So `LowRank` is not a `Codec`: a
+    `Codec` encodes any vector. Strategies accept it if their ranks average gradients, or changes, in rounds:
+    `PipeSGDStrategy`, `DTSStrategy`, and `CanaryStrategy` with consistency="bsp". The part of a value that factors lose
+    is added to the value of the next round.
 
     The compiled kernels of `hop_tf.ops` must be present on all ranks, or on none. In a mixed job, means may differ in
     the last bit.

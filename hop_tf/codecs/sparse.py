@@ -25,7 +25,8 @@ from hop_tf.tensors.buffers import BufferPool
 _HEADER_BYTES = 24
 _ALIGNMENT_BYTES = 64
 
-# Sampling stride used to estimate the largest magnitudes. A prime, so that a sample is no column of a layer's kernel.
+# Sampling stride used to estimate the largest magnitudes. A prime, so that a sample is not a column of a layer's
+# kernel.
 _SAMPLE_STRIDE = 61
 # Number of standard deviations by which the estimate is lowered on purpose.
 _MARGIN = 4
@@ -43,7 +44,7 @@ class Sparse(Codec):
         to a multiple of 64    0
         the rest                        the m values, encoded with `values`
 
-    Indices are Rice codes of the gaps between them. A remainder has s = floor(log2(0.96 n / m)) bits, and 0 at least.
+    Indices are Rice codes of the gaps between them. A remainder has s = floor(log2(0.96 n / m)) bits, but at least 0.
     First come all remainders, gap modulo 2^s, padded to whole bytes. Then come all quotients, gap divided by 2^s and
     rounded down: a quotient q is q zeros and a one. Bits fill a byte from the lowest bit on. Bits after the last one
     are 0. If one value in 100 is sent, an index takes 8.1 bits. See `hop_tf.ops.gaps`.
@@ -55,9 +56,10 @@ class Sparse(Codec):
     Args:
       values: The codec for the values: one without error feedback that is not sparse itself, a name, or None for
         `Identity()`. Default None.
-      ratio: The expected share of a vector's values that are not zero, above 0 and at most 1. It decides if whole
-        vectors are averaged, and is not a limit. A vector with a larger share may cost a further message. Default 1.
-      warmup_steps: Number of first steps of each `fit` in which the share is larger. See `TopK`. Default 0.
+      ratio: The expected share of a vector's values that are not zero, above 0 and at most 1. Ranks use it to decide if
+        they average whole vectors. It is not a limit. A vector with a larger share may cost a further message. Default
+        1.
+      warmup_steps: Number of steps at the start of each `fit` in which the share is larger. See `TopK`. Default 0.
       error_feedback: See `Codec`. Only if `values` is lossy.
     """
 
@@ -96,7 +98,7 @@ class Sparse(Codec):
 
     @property
     def dense(self) -> Codec:
-        """The codec for vectors that are sent whole, with this codec's error feedback: `values`, but no `Bits2`."""
+        """The codec for whole vectors: `values`, or `Bits4` for `Bits2`, with this codec's error feedback."""
         whole = Bits4() if isinstance(self.values, Bits2) else self.values
         return whole.with_error_feedback(self.error_feedback)
 
@@ -192,7 +194,7 @@ def _start(num_index_bytes: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopK(Sparse):
-    """Sends the ceil(ratio n) values of largest magnitude of n, as `Sparse` does.
+    """Sends, of n values, the ceil(ratio n) values of largest magnitude, as `Sparse` does.
 
     During warm-up more are sent, because early gradients change fast: the share of step t = 0, 1, ... is
 
@@ -203,7 +205,7 @@ class TopK(Sparse):
     Args:
       values: See `Sparse`.
       ratio: The share of the values that is sent, above 0 and at most 1. Default 0.01.
-      warmup_steps: Number of first steps of each `fit` in which the share is larger. Default 0.
+      warmup_steps: Number of steps at the start of each `fit` in which the share is larger. Default 0.
       error_feedback: See `Codec`.
 
     References:

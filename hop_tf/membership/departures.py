@@ -50,7 +50,7 @@ class Departures:
         self.version = 0
         self.incarnations: dict[int, int] = {}
         self._left: dict[tuple[int, int], Departure] = {}  # By session and rank.
-        self._gone: dict[int, Departure] = {}  # For good.
+        self._gone: dict[int, Departure] = {}  # By rank: final departures only.
 
     def enter(self, session: int) -> None:
         """Called when the rank is about to enter `session`."""
@@ -71,7 +71,8 @@ class Departures:
 
     def ranks(self) -> set[int]:
         """The ranks that no longer take part in the running session."""
-        # Iterates over a copy, because another thread may change the dictionary: the caller need not hold the monitor.
+        # Iterates over a copy: the caller need not hold the monitor, so another thread may change the dictionary
+        # meanwhile.
         return {rank for session, rank in list(self._left) if session == self.session} | set(self._gone)
 
     def lost(self) -> dict[int, Departure]:
@@ -88,7 +89,7 @@ class Departures:
         return self.incarnations.get(rank, 0)
 
     def begin_incarnation(self, rank: int, incarnation: int) -> None:
-        """Begins a newer incarnation of `rank`, and forgets the departures of former ones."""
+        """Records a newer incarnation of `rank`, and forgets the departures of former incarnations."""
         if incarnation > self.incarnation_of(rank):
             self.incarnations[rank] = incarnation
             self.forget(rank)
@@ -100,7 +101,7 @@ class Departures:
         self._gone.pop(rank, None)
 
     def note(self, leave: membership_pb2.Leave) -> bool:
-        """Remembers another rank's departure. Returns False if it is known, or of a former incarnation or session."""
+        """Records another rank's departure. Returns False if it is known, or from a former incarnation or session."""
         self.begin_incarnation(leave.rank, leave.incarnation)  # This may be the first news of the incarnation.
         if leave.incarnation < self.incarnation_of(leave.rank) or self._is_known(leave):
             return False

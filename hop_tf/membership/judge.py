@@ -1,6 +1,6 @@
 """`Judge`: decides if a silent peer is lost, or if this rank is cut off. `Quorum`: counts the ranks that remain.
 
-Nothing here waits, or records that a rank is lost. Silent ranks may be asked.
+Nothing here waits, and nothing records that a rank is lost. Silent ranks may be asked if they are alive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Quorum:
         return {rank: each.reason for rank, each in departures.items() if each and (each.lost or each.failed)}
 
     def too_few_without(self, num_unheard: int) -> str:
-        """The error text if too few ranks would remain without `num_unheard` further ones; otherwise ""."""
+        """The error text if too few ranks would remain without `num_unheard` further ranks; otherwise ""."""
         num_left = self._world_size - len(self.missing()) - num_unheard
         if num_left >= self._min_ranks:
             return ""
@@ -45,14 +45,14 @@ class Quorum:
 
 
 class Verdict(NamedTuple):
-    """The error that ends waiting for a peer, or None. `is_cut_off`: the error is that this rank is cut off."""
+    """The error that ends waiting for a peer, or None. `is_cut_off`: True if this rank is cut off."""
 
     error: Exception | None
     is_cut_off: bool = False
 
 
 class Judge:
-    """Decides for how long to wait for a peer.
+    """Decides how long to wait for a peer.
 
     Args:
       transport: Knows when each peer was last heard.
@@ -105,15 +105,15 @@ class Judge:
           operation: The operation that waits, for error messages.
           step: The training step; None outside of a step.
           asks: See `Patience.discount`. If true, the monitor must be held.
-          is_joining: True if this rank is about to join. Then no patience applies: the others would ignore the news of
-            a loss from this rank.
+          is_joining: True if this rank is about to join. Then the patience does not apply, because the others ignore
+            losses that a joining rank reports.
         """
         end = self._departures.end_of(peer)
         status = self._status_of(peer, asks)
         can_go_on = self._can_go_on_without(peer, step)
         has_patience = self._patience is not None and can_go_on and not is_joining
         if has_patience and asks and status.silent_seconds >= self._patience.ask_seconds:
-            self._statuses_of_present(asks)  # Asks all of them: their answers will show which rank is cut off.
+            self._statuses_of_present(asks)  # Asks all present ranks: their answers will show which rank is cut off.
         error = problem_of(
             status,
             None if end is None else end.reason,
@@ -130,20 +130,20 @@ class Judge:
         return Verdict(error)
 
     def _doubt(self, status: PeerStatus, error: PeerLostError, asks: bool) -> Verdict:
-        """Decides if a silent peer is lost, or if this rank is cut off, because it hears too few others to go on.
+        """Decides if a silent peer is lost. If this rank hears too few others to go on, it may itself be cut off.
 
-        The others may still hear a rank that is cut off. So this rank does not tell them that they are lost, and fails
-        itself. With a patience, it waits for `timeout_seconds` before it fails: it may hear the others again, and join
-        them.
+        Messages of a rank that is cut off may still reach the others. So this rank does not report that the others are
+        lost, but fails itself. With a patience, it first waits for `timeout_seconds`, because it may hear the others
+        again and rejoin them.
 
         Returns:
-          `error` if enough others are heard; no error while that is not certain; otherwise the error that this rank is
-          cut off.
+          `error` if enough others are heard, or if the peer is lost for another reason than silence. Otherwise no error
+          until all unheard peers have been silent for `timeout_seconds`. Then the error that this rank is cut off.
         """
         limit_seconds = self._options.timeout_seconds
         silence_seconds = limit_seconds if self._patience is None else self._patience.seconds
         present = self._statuses_of_present(asks)
-        # Half of the time is enough: a living rank is heard several times in it, or was asked before.
+        # Half of that time is enough: within it, a living rank is heard several times, or has been asked.
         unheard = [peer for peer, each in present.items() if each.silent_seconds > silence_seconds / 2]
         too_few = self._quorum.too_few_without(len(unheard))
         if not too_few or not status.was_silent_for(silence_seconds):

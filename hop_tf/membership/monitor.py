@@ -42,7 +42,7 @@ class Monitor(abc.ABC):
 
 
 class ThreadMonitor(Monitor):
-    """The monitor of production: a `threading.Condition` and the machine's monotonic clock."""
+    """The monitor for production: a `threading.Condition` and the machine's monotonic clock."""
 
     def __init__(self):
         self._condition = threading.Condition()
@@ -59,7 +59,7 @@ class ThreadMonitor(Monitor):
         self._condition.release()
 
     def notify_all(self) -> None:
-        if self._num_waiting:  # Called for each message, usually without a waiting thread.
+        if self._num_waiting:  # Called for each message, usually while no thread waits.
             self._condition.notify_all()
 
     def wait(self, timeout_seconds: float, deadline: float = math.inf) -> None:

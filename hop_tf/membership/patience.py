@@ -48,7 +48,7 @@ class Questions:
 
         Args:
           rank: The rank.
-          silent_seconds: The seconds since it was heard.
+          silent_seconds: The seconds since the rank was last heard.
         """
         now = self._monitor.now()
         waited = now - self._asked_at.get(rank, math.inf)
@@ -65,9 +65,9 @@ class Questions:
 class Patience:
     """Distinguishes silent ranks from ranks that this process could not hear because this process itself was stopped.
 
-    A process that wakes finds all others silent until its threads have read the messages that came meanwhile. So
-    silence counts only since this process was last stopped. A rank that is silent for a quarter of the patience is
-    asked, and has the rest of the patience to answer. So even a short patience does not need frequent heartbeats.
+    A process that wakes finds all others silent until its threads have read the messages that came meanwhile. So only
+    the silence since this process last woke up counts. A rank that is silent for a quarter of the patience is asked,
+    and has the rest of the patience to answer. So even a short patience does not need frequent heartbeats.
 
     Args:
       seconds: Silence after which a rank is left behind.
@@ -90,13 +90,13 @@ class Patience:
         self._looked_at = self._awake_since = now()
 
     def discount(self, rank: int, status: PeerStatus, *, asks: bool = True) -> PeerStatus:
-        """Returns the `status` of a rank, with the silence that counts. The status of a rank that was never met stays.
+        """Returns the `status` of a rank, with only the silence that counts; unchanged if the rank was never met.
 
         Args:
           rank: The rank.
           status: Its status, which was read just now.
-          asks: True if the rank may be asked. Otherwise all of its silence counts, because messages that were sent to
-            it ask it, too.
+          asks: True if the rank may be asked. Otherwise all silence since this process woke up counts: this process has
+            sent messages to the rank, and the rank's transport acknowledges messages like questions.
         """
         now = self._now()
         if now - self._looked_at > self._gap_seconds:

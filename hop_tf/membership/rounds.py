@@ -3,9 +3,9 @@
 Rounds of one name are numbered. In a round, each rank announces a value. Then it waits for each other rank, until that
 rank has announced its own value, is in a later round, has ended its rounds, or has left.
 
-A rank that waits takes no step. If another rank needs that step to come to its own next round, both would wait forever.
-So each announcement carries the progress of its sender. A rank that makes more progress skips that round, and tells the
-sender so at once. So ranks need not know in advance how many steps there are between two rounds.
+A rank that waits takes no step. If another rank needs that step to reach its own next round, both would wait forever.
+So each announcement carries the progress of its sender. A rank that has made more progress than the sender skips that
+round, and tells the sender so at once. Ranks need not know in advance how many steps there are between two rounds.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ class Rounds:
 
     Args:
       membership: Waiting and transport.
-      name: The subject, for errors. It also names the messages, and these rounds in `Membership.leave`.
+      name: The subject of the rounds, for error messages. It also names their queue, and their exchange group in
+        `Membership.leave`.
       root: The rank that decides; see `decide`. None: ranks call `gather`.
       answer: Called, with the monitor held, if another rank begins a round first. Returns this rank's value, which is
         then announced at once. None: each rank begins its rounds by itself.
       progress: Returns this rank's progress, for instance its number of steps by group.
-      has_passed: Called with another rank's progress. Returns True if this rank has made more. May be called from any
-        thread.
+      has_passed: Called with another rank's progress. Returns True if this rank has made more progress. May be called
+        from any thread.
 
     Attributes:
       name: The argument.
       rank: This rank.
       others: The ranks that this one exchanges values with.
-      is_asked: True if another rank waits for this one, and this rank had not made more progress when it was asked. A
-        thread that makes progress then calls `look_again`.
+      is_asked: True if another rank waits for this one, and this rank had not made more progress when it was asked.
+        While `is_asked` is true, a thread that makes progress calls `look_again`.
       sent_rounds: The number after this rank's last announcement, for the message with which this rank leaves.
     """
 
@@ -81,13 +82,13 @@ class Rounds:
         self._queue.start(self._on_message)
 
     def reset(self, session: int) -> None:
-        """Forgets everything, for a session that this rank is about to enter, or joins."""
+        """Forgets everything. Called when this rank is about to enter or join a session."""
         membership = self._membership
         with membership.monitor:
             self._queue.session = session
             self._values: collections.defaultdict[int, dict[int, bytes]] = collections.defaultdict(dict)  # By number.
-            self._reached = dict.fromkeys(self.others, 0)  # By rank: it announces nothing below this number.
-            self._asking: dict[int, tuple[int, Mapping[str, int]]] = {}  # By rank: its number, and its progress.
+            self._reached = dict.fromkeys(self.others, 0)  # By rank: it announces no lower number.
+            self._asking: dict[int, tuple[int, Mapping[str, int]]] = {}  # By rank: its round, and its progress.
             self._incarnations = {rank: membership.incarnation_of(rank) for rank in self.others}
             self._own_incarnation = None if membership.joining else membership.incarnation
             self.is_asked = False
@@ -119,7 +120,7 @@ class Rounds:
         return values
 
     def decide(self, number: int, value: bytes, choose: Callable[[Mapping[int, bytes]], bytes]) -> bytes | None:
-        """The root's latest decision; None without a new one. The root decides in the order of its own rounds.
+        """The root's latest decision, or None if there is no new one. The root decides in the order of its own rounds.
 
         If a rank waits in an earlier round than the root's, the root counts that rank's value, and the rank takes the
         root's decision. If the root has left, there is no decision. A rank that takes no part returns the latest
@@ -151,7 +152,7 @@ class Rounds:
         return decision
 
     def begin(self, number: int) -> None:
-        """Begins a round with the value of `answer`, unless it has begun. Does not block for long."""
+        """Begins a round with the value of `answer`, unless the round has begun. Does not block for long."""
         with self._membership.monitor:
             tell = self._answered(number) if number >= self._announced else None
         if tell is not None:
@@ -162,7 +163,7 @@ class Rounds:
         self._tell_all(_Kind.REACHED, _NEVER)
 
     def has_ended(self, rank: int) -> bool:
-        """True if `rank` has called `end`, or is another process than the one that began the session."""
+        """True if `rank` has called `end`, or if a new process has taken its place in the session."""
         return self._is_new(rank) or self._reached[rank] == _NEVER
 
     def look_again(self) -> None:
@@ -171,7 +172,7 @@ class Rounds:
             passed = [rank for rank, (_, progress) in self._asking.items() if self._has_passed(progress)]
             numbers = {rank: self._asking.pop(rank)[0] for rank in passed}
             session, self.is_asked = self._queue.session, bool(self._asking)
-            for rank, number in numbers.items():  # The other rank goes on after this message. Do not wait for it.
+            for rank, number in numbers.items():  # The other rank goes on after this message: do not wait for it.
                 self._reached[rank] = max(self._reached[rank], number + 1)
             self._membership.monitor.notify_all()
         for rank, number in numbers.items():
@@ -186,13 +187,13 @@ class Rounds:
 
     def _answered(self, number: int) -> Callable[[], None]:
         """Begins a round with the value of `answer`. Returns a function that tells the others."""
-        value, session = self._answer(), self._queue.session  # The session of the answer, however late it is sent.
+        value, session = self._answer(), self._queue.session  # The current session, even if the answer is sent later.
         self._note_own(number, value)
         self.sent_rounds = number + 1
         return lambda: self._tell_all(_Kind.VALUE, number, value, interruptible=False, session=session)
 
     def _note_own(self, number: int, value: bytes) -> None:
-        """Records a value that is about to be sent. It answers ranks that wait for this round or an earlier one."""
+        """Records a value that is about to be sent. It answers all ranks that wait in this or an earlier round."""
         self._asking = {rank: asked for rank, asked in self._asking.items() if asked[0] > number}
         self.is_asked = bool(self._asking)
         self._announced = number + 1
@@ -254,12 +255,12 @@ class Rounds:
             return None
         self._reached[sender] = max(self._reached[sender], number + 1)
         self._values[number][sender] = message.payload.tobytes()
-        if number < self._announced:  # The announcement answers the sender.
+        if number < self._announced:  # This rank's own announcement answers the sender.
             return None
         if self._answer is not None:
             return self._answered(number)
-        # First set, then checked, so that no question is lost: a thread first records its progress, and then reads
-        # `is_asked`.
+        # `is_asked` is set before the progress is checked, so that no question is lost: a thread that makes progress
+        # first records it, and then reads `is_asked`.
         progress = json.loads(header[_HEAD.size :])
         self._asking[sender], self.is_asked = (number, progress), True
         return self.look_again if self._has_passed(progress) else None

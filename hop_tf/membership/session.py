@@ -55,7 +55,7 @@ class Membership(Waiting):
         is an error.
       min_ranks: The least number of remaining ranks, this one included. Lost and failed ranks do not count. With fewer
         ranks, this rank raises. Default 1.
-      servers: Parameter servers. They are no ranks, and hear of departures. Losing a server is an error.
+      servers: Parameter servers. They are not ranks, but are told of departures. Losing a server is an error.
       patience_seconds: See `Waiting`. Default None.
       recorder: See `Waiting`. Default None.
       on_stall: See `Waiting`. Default: does nothing.
@@ -101,9 +101,10 @@ class Membership(Waiting):
         self._gathered = dict.fromkeys(self.peers, 0)
         # The seed of random choices that all ranks make alike in the running session.
         self.seed = 0
-        # Only one rank can have a claim: for each claim in the running session, the lowest rank that has made it.
+        # For each claimed name, its owner in the running session: the lowest rank that claims the name.
         self.owners: dict[str, int] = {}
-        # Ranks that were lost, and ranks that left a session by an exception, since this object was created.
+        # Number of ranks that were lost, and of ranks that left a session by an exception, since this object was
+        # created.
         self.num_lost = self.num_left = 0
         # Times that another rank has joined again in the middle of a session.
         self.num_joined = 0
@@ -128,8 +129,8 @@ class Membership(Waiting):
 
         Args:
           seed: Only rank 0's value counts: it becomes `self.seed` on all ranks. At least 0, below 2^63. Default 0.
-          claims: Names that this rank claims for itself. Afterwards, `self.owners` tells on all ranks which rank got
-            each name.
+          claims: Names that this rank claims for itself. Afterwards, `self.owners` maps each name, on all ranks, to the
+            rank that got it.
 
         Blocks: until every rank is about to enter the session, too.
 
@@ -189,7 +190,7 @@ class Membership(Waiting):
         abort: bool = False,
         final: bool = False,
     ) -> None:
-        """Tells all that this rank no longer takes part in the running session. Does not block for long.
+        """Tells the others that this rank no longer takes part in the running session. Does not block for long.
 
         Ends the effect of `interrupt`.
 
@@ -254,7 +255,7 @@ class Membership(Waiting):
                 logging.warning("rank %d: the servers continue without rank %d: %s", self.rank, rank, lost[rank])
 
     def missing(self) -> set[int]:
-        """The ranks that do not make this rank's next step: they are lost, or have left with fewer steps."""
+        """The ranks that do not make this rank's next step: they are lost, or have left after fewer steps."""
         missing = set().union(*self._lost_to.values())
         for rank in self.departed():
             departure = self.departure(rank)  # None if it has joined again meanwhile.
@@ -275,7 +276,7 @@ class Membership(Waiting):
     def on_restart(self, peer: int) -> None:
         """Called when another process has taken the place of `peer`: the previous process is lost."""
         if peer not in (*self.peers, *self.servers):
-            return  # Its own peers tell of the restart. They may have told already that the new process takes part.
+            return  # The peers of that rank report the restart. They may have admitted the new process already.
         with self.monitor:
             self._ready[peer] = self._gathered[peer] = 0
             departure, leave = self.departure(peer), None
@@ -304,7 +305,7 @@ class Membership(Waiting):
         self.notify(newcomer, _READY, ready.SerializeToString())
 
     def tell_of_lost(self, rank: int) -> None:
-        """Tells a rank which ranks count as lost here. It hears of them before the next message on lane 0.
+        """Tells a rank which ranks count as lost here. That rank hears of them before the next message on lane 0.
 
         Former processes of ranks that take part again count as lost, too. Does not block for long.
         """
@@ -346,7 +347,7 @@ class Membership(Waiting):
             self._departures.version += 1  # `present_incarnation` has changed.
 
     def readmit(self, join: membership_pb2.Join) -> bool:
-        """Admits a restarted rank. Returns False if that is no news. The monitor must be held.
+        """Admits a restarted rank. Returns False if there is nothing new to admit. The monitor must be held.
 
         Also returns False while the transport knows only the peer's previous process. Messages to the new process would
         be dropped together with the messages in flight to the previous process. The new process announces itself to
@@ -390,7 +391,7 @@ class Membership(Waiting):
                 self._learn_of_session(ready)
             else:
                 self._ready[message.sender] = ready.session
-                if not self._begun_session:  # Earlier news of its end is about a former process.
+                if not self._begun_session:  # Earlier departures are of its former process.
                     self._departures.forget(message.sender)
                     self._heard_early = [leave for leave in self._heard_early if leave.rank != message.sender]
             self.monitor.notify_all()
@@ -486,7 +487,7 @@ class Membership(Waiting):
             self.recorder.add_line(kind.name.lower(), rank=rank, reason=reason)
 
     def _note_missing(self, leave: membership_pb2.Leave, what: str) -> None:
-        """Logs that a rank is missing. Fails if too few ranks remain: these may be the ones that are cut off."""
+        """Logs that a rank is missing. Fails if too few ranks remain: the remaining ranks may be cut off."""
         if self._failure is not None or self._left is not None:
             return  # This rank itself does not go on.
         missing = self._quorum.missing()
@@ -512,7 +513,7 @@ class Membership(Waiting):
         )
 
     def _forward(self, leave: membership_pb2.Leave, learned_from: int | None = None) -> None:
-        # A rank that counts as lost may be alive, and must hear that it does.
+        # A rank that counts as lost may be alive, and must hear that it counts as lost.
         itself = None if leave.lost else leave.rank
         data = leave.SerializeToString()
         self._notify_all(self._receivers_of(leave), LEAVE_QUEUE, data, except_for=(learned_from, itself))
@@ -529,7 +530,7 @@ class Membership(Waiting):
 
 
 def parse(message_type: type[_Parsed], message: Message) -> _Parsed:
-    """Parses the header of `message`. Raises ProtocolError if it is not of that type."""
+    """Parses the header of `message`. Raises ProtocolError if the header is not of that type."""
     try:
         return message_type.FromString(message.header)
     except Exception as error:

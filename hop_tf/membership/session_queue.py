@@ -17,7 +17,7 @@ class SessionQueue:
     """A queue whose handler gets only messages of the running session, for this incarnation of the rank.
 
     Messages do not come too early: a rank announces that it is ready for a session only after its queues have entered
-    it. The transport drops messages of a former process of the sender.
+    the session. The transport drops messages of a former process of the sender.
 
     Attributes:
       session: The running session. Set with the monitor held.
@@ -33,7 +33,7 @@ class SessionQueue:
     def start(self, handler: Handler) -> None:
         """Begins to take messages. The handler is called with the monitor held. Then all waiting threads are woken.
 
-        A handler may return a function. It is called without the monitor, so that it may send.
+        A handler may return a function. This function is called without the monitor, so that it may send.
         """
         self._handler = handler
         self._membership.transport.register(self._name, self._on_message)
@@ -51,7 +51,7 @@ class SessionQueue:
         session: int | None = None,
         **keywords,
     ) -> bool:
-        """Sends as `Membership.send` does, to this queue of `rank`. Default incarnation and session: those of now."""
+        """Sends as `Membership.send` does, to this queue of `rank`. Defaults: the present incarnation and session."""
         incarnation = self._membership.incarnation_of(rank) if incarnation is None else incarnation
         head = _HEAD.pack(self.session if session is None else session, incarnation)
         return self._membership.send(rank, self._name, head + header, *arguments, **keywords)
@@ -71,7 +71,7 @@ class SessionQueue:
           See `Transport.swap`.
 
         Raises:
-          HopError: As `Membership.send` does, which may also raise `Interrupted`.
+          HopError: As `Membership.send` does. It may also raise `Interrupted`.
         """
         membership, session = self._membership, self.session
         head = _HEAD.pack(session, membership.incarnation)

@@ -20,12 +20,12 @@ _STANDSTILL_SECONDS = 1.0
 
 
 class Silence:
-    """The ranks that are silent: frozen, or cut off, and not lost yet.
+    """The ranks that are silent: frozen or cut off, but not lost yet.
 
     Only awaited ranks are checked, so that ordinary steps cost nothing. A rank that was not heard for some tenths of a
     second gets an empty message, which its transport acknowledges. If no answer comes, the rank is silent. Its silence
     ends when it is heard again, is lost or has left. A lost rank is not among the silent ones: a rank that waits for it
-    finds the loss, and tells the others. Methods are called with the monitor held.
+    detects the loss, and tells the others. Methods are called with the monitor held.
 
     Args:
       membership: Knows when a rank was last heard.

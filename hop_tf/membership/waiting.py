@@ -1,4 +1,4 @@
-"""`Waiting`: a rank waits for others, and sends to them, until the wait is over or something ends it."""
+"""`Waiting`: a rank's waiting for others and sending to them, and the events that end a wait early."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Waiting(abc.ABC):
       continue_without_lost: True if a rank that is lost within a step counts as one that has left. Otherwise the loss
         is an error.
       patience_seconds: Silence after which the others go on without a rank. The rank joins them again when it wakes.
-        None: the timeouts of `options` count, and a rank that wakes after them fails.
+        None: the timeouts of `options` count, and a rank that wakes after these timeouts fails.
       recorder: Records waits, losses and returns, or None.
       on_stall: Called, without the monitor held, with a description of a wait that has lasted a quarter of
         `progress_timeout_seconds`, or `timeout_seconds` if that is less. If several threads wait, only one calls it.
@@ -369,7 +369,7 @@ class Waiting(abc.ABC):
         return self.monitor.now() >= looked[2] + self._look_seconds / 2
 
     def look(self) -> None:
-        """Makes all waits check the ranks that they wait for, now."""
+        """Makes all waits check their awaited ranks now."""
         with self.monitor:
             self._num_looks += 1
             self.monitor.notify_all()

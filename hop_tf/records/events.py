@@ -9,7 +9,7 @@ import numpy as np
 
 # Files contain this number, and readers refuse others.
 FORMAT = 1
-# Stands for a missing number, such as the step before the first step, or the peer of an event without one.
+# Stands for a missing number, such as the step before the first step, or the peer of an event that has no peer.
 NONE = -1
 
 
@@ -19,7 +19,8 @@ class Kind(enum.IntEnum):
     Times are seconds since 1970 on the machine's clock. Each kind has a begin and a duration.
     """
 
-    # A step of Keras's loop, or several with `steps_per_execution`, from the callbacks before to the callbacks after.
+    # A step of Keras's loop, or several with `steps_per_execution`, from the callbacks before it to the callbacks after
+    # it.
     STEP = 1
     # From the step's batch to its gradients.
     COMPUTE = 2

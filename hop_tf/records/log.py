@@ -29,7 +29,7 @@ class ProcessLog:
       names: For each number in the field `name` of an event, its text.
       lines: The other lines of text, in order. Their `time` is on that clock, too.
       clock_error_seconds: The largest possible error of the times.
-      starts: The time of its start, on that clock; after `join_restarts`, the times of all joined processes.
+      starts: The time of its start, on that clock; after `join_restarts`, the start times of all joined processes.
       num_restarts: Number of earlier restarts of the rank, or server.
     """
 

@@ -32,7 +32,7 @@ MAX_BYTES = 64 << 20
 # Limit on the time for which a hanging disk delays `close`.
 CLOSE_SECONDS = 5.0
 _PERIOD_SECONDS = 2.0
-# Without the numbers in them, there are few names. Names beyond this limit share one entry.
+# Numbers in names are left out, so that there are few names. Names beyond this limit share one entry.
 _MAX_NAMES = 256
 _OTHER = "(other)"
 _MAX_CACHED = 4096
@@ -129,7 +129,7 @@ class Recorder:
         self.follows = False
         self._folder = folder
         self._buffer: collections.deque[Event] = collections.deque()
-        self._num_dropped = self._num_dropped_before = 0  # In all; reported so far.
+        self._num_dropped = self._num_dropped_before = 0  # In total, and reported so far.
         self._sources: list[Callable[[bool], np.ndarray]] = []
         self._names: dict[str | bytes, int] = {"": 0}
         self._name_numbers: dict[str, int] = {"": 0}
@@ -244,7 +244,7 @@ class Recorder:
             self.add_line(kind, **values)
 
     def note_clock(self, peer: int, offset_seconds: float, round_trip_seconds: float) -> None:
-        """Takes a heartbeat's measurement of the peer's clock. Only that with the shortest round trip is written.
+        """Takes a heartbeat's measurement of the peer's clock. Only the one with the shortest round trip is written.
 
         Args:
           peer: The peer that has answered.
@@ -381,7 +381,8 @@ class Recorder:
     def close(self) -> None:
         """Writes all remaining records, and ends the thread. Idempotent.
 
-        Blocks: until they are written, at most `CLOSE_SECONDS`. Then a warning tells the number of lost events.
+        Blocks: until they are written, at most `CLOSE_SECONDS`. If that is too short, a warning gives the number of
+          lost events.
         """
         if self._is_closed:
             return

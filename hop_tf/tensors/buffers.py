@@ -20,7 +20,7 @@ from hop_tf.tensors.page_lock import Block, PageLock
 _PAGE_BYTES = mmap.PAGESIZE
 # A size is rounded up to one of eight steps between powers of two, so that blocks fit several sizes.
 _STEPS_PER_DOUBLING = 8
-# Smaller blocks are copied to a device quickly in any case.
+# Smaller blocks are copied to a device quickly even if they are not page-locked.
 _LOCKED_BYTES = 1 << 20
 
 
@@ -43,7 +43,7 @@ class BufferPool:
         self._live_bytes = 0
         self._peak_bytes = 0
         self._loans: dict[int, _Loan] = {}
-        # The garbage collector may end a loan at any place, even within `take`. A deque needs no lock.
+        # The garbage collector may end a loan at any point, even within `take`. A deque needs no lock.
         self._returned: collections.deque[_Loan] = collections.deque()
 
     def take(self, num_bytes: int) -> np.ndarray:

@@ -66,7 +66,7 @@ class SimulatedFifo:
         self._entries = collections.deque()
 
     def put(self, entry: Sequence[np.ndarray]) -> None:
-        """See `Fifo`. If there is no room, this raises OverflowError, and `Fifo` would block forever."""
+        """See `Fifo`. If there is no room, this raises OverflowError, while `Fifo` would block forever."""
         if len(self._entries) == self._capacity:
             raise OverflowError(f"cannot put an entry into a full queue of {self._capacity} entries.")
         self._entries.append(tuple(entry))
@@ -155,7 +155,7 @@ class UpdateQueue:
         """Drops the updates of all iterations before `iteration`. Returns their number."""
         num_dropped = 0
         for queue, tags in zip(self._queues, self._tags, strict=True):
-            while tags and tags[0][0] < iteration:  # All tags of one queue are of one iteration.
+            while tags and tags[0][0] < iteration:  # All tags of one queue belong to one iteration.
                 queue.take()
                 tags.popleft()
                 num_dropped += 1
@@ -217,8 +217,8 @@ class TokenQueue:
     """TokenQ(j -> i): permissions of out-neighbor j for this rank i to enter further iterations.
 
     The queue is kept at i and filled by messages from j. While i is in an iteration, the queue and messages in flight
-    hold Iter(j) - Iter(i) + max_iteration_gap tokens. If a rank joins late, that number may be negative: the first
-    tokens that come are owed. Tokens are also owed if a rank has continued without the tokens of a silent rank
+    hold Iter(j) - Iter(i) + max_iteration_gap tokens. If a rank joins late, that number may be negative: this rank then
+    owes the first tokens that come. Tokens are also owed if a rank has continued without the tokens of a silent rank
     (`take`). The silent rank may then get more tokens than it has room for (`put`). All tokens are alike, so they are
     only counted.
 

@@ -23,7 +23,7 @@ _of_this_thread = threading.local()
 def on_host() -> contextlib.AbstractContextManager:
     """Returns a scope in which eager operations run on the host. In a graph, use `tf.device("/cpu:0")` instead."""
     try:
-        return _of_this_thread.scope  # Entering it again takes a third of the calls that a new scope takes.
+        return _of_this_thread.scope  # Entering the same scope again takes a third of the calls that a new one takes.
     except AttributeError:
         with tf.init_scope():
             _of_this_thread.scope = tf.device("/cpu:0")

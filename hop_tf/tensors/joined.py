@@ -1,7 +1,7 @@
 """`JoinedVariables`: variables of a bucket as one flat variable.
 
-An elementwise rule, which computes each value only from values at the same index, gives the same result on a flat
-vector. It then takes a few operations, for any number of variables.
+An elementwise update rule, which computes each value only from values at the same index, gives the same result on a
+flat vector. It then takes a few operations, for any number of variables.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class JoinedVariables:
         return self._packing.unpack([joined])
 
     def spread(self, values: tf.Tensor) -> tf.Tensor:
-        """Emits the ops that repeat values, one for each variable, for all elements of the variable."""
+        """Emits the ops that repeat each variable's value for all elements of that variable."""
         ends = [self._packing.end(index) for index in range(len(self.variables))]
         return tf.gather(values, tf.searchsorted(ends, tf.range(ends[-1]), side="right"))
 

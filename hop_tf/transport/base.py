@@ -1,7 +1,7 @@
 """`Transport`: named queues between ranks, the only way in which ranks communicate.
 
 A transport moves messages. It knows nothing of training: no steps, no scheme. Every implementation (gRPC and sockets
-between processes, threads of one process for tests, simulated time) passes the same contract suite.
+between processes, threads of one process for tests, simulated time) passes the same contract tests.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PeerStatus:
       failure: An error that waiting cannot mend (the peer disagrees with this rank, or was restarted); otherwise None.
       last_problem: The latest connection problem in words ("connection refused"), for error messages; otherwise "".
       refused_seconds: Time for which the peer's address has refused connections, without any sign of life meanwhile:
-        the process has died. Otherwise 0.0.
+        then the process has died. Otherwise 0.0.
       round_trip_seconds: Time until a heartbeat is answered, smoothed; 0.0 while it is unknown.
       unreached_seconds: Time for which this rank has tried in vain to open a connection to the peer. Messages from the
         peer may still arrive meanwhile.
@@ -223,7 +223,8 @@ class Transport(abc.ABC):
         Args:
           queue: The queue of all messages. Its handler does not get the messages that are received here.
           to_send: The messages to send, each to a different peer.
-          expected: The messages to receive, each from a different sender, and each the sender's next one on the lane.
+          expected: The messages to receive, each from a different sender, and each the sender's next message on the
+            lane.
           lane: The lane, or None as for `send`.
           send: Called with a message that cannot be written at once, to send it.
 
@@ -240,7 +241,7 @@ class Transport(abc.ABC):
         return [None] * len(expected)
 
     def waiting_for(self, senders: Collection[int], lane: int | None) -> contextlib.AbstractContextManager[None]:
-        """A context in which a thread waits until handlers get messages. Next time, `swap` may take these messages."""
+        """A context in which a thread waits until handlers get messages. Later, `swap` may receive such messages."""
         del senders, lane
         return contextlib.nullcontext()
 

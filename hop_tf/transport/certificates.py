@@ -16,7 +16,7 @@ _LOG_PERIOD_SECONDS = 60
 
 
 class Certificates:
-    """The contents of the TLS files. Changed files are read again, for connections that begin from then on.
+    """The contents of the TLS files. Changed files are read again, for later connections.
 
     Args:
       options: The options, which name the files.

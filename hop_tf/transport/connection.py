@@ -29,15 +29,16 @@ _READ_BYTES, _SLOW_READ_BYTES = 1 << 21, 1 << 17
 _SLOW_READ_SECONDS = 0.25
 # Small enough that a piece of a large array, read for its checksum, is still in the processor's cache when it is sent.
 _WRITE_BYTES = 1 << 19
-# Up to this size, one copy costs less than a system call with many pieces. Such a call takes at most this many pieces.
+# Up to `_SMALL_MESSAGE_BYTES`, one copy costs less than a system call with many pieces. Such a call takes at most
+# `_MAX_PIECES` pieces.
 _SMALL_MESSAGE_BYTES = 1 << 16
 _MAX_PIECES = 1000
 # If no further byte of a frame comes within this time, the connection is opened again. A thread that waits for a frame
 # checks at this interval if waiting is in vain.
 IDLE_SECONDS = 10.0
 # If several connections begin together, BBR sends on each as if it were the only one, and a switch drops the excess. An
-# all-reduce with three others at 100 Mbit/s then takes three times as long as with CUBIC. Over longer distances than
-# this, packets are lost at random, and BBR is better.
+# all-reduce with three others at 100 Mbit/s then takes three times as long as with CUBIC. If the round trip is longer
+# than `_NEAR_SECONDS`, packets are lost at random, and BBR is better.
 _NEAR_SECONDS = 0.01
 _MIN_RTT = struct.Struct("@148xI")  # The microseconds of `tcpi_min_rtt` in Linux's `struct tcp_info`.
 # The option's number in Linux, which Python lacks. `_NO_LIMIT` is Linux's value for an unlimited rate.
@@ -91,9 +92,9 @@ class Connection:
         self.sent: Checksums | NoChecksums = NoChecksums()
         self.received: Checksums | NoChecksums = NoChecksums()
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # This finds an idle connection within 25 s if a firewall has forgotten it or the other end lost its power.
-        # While data is in flight, TCP's own limit of retransmissions counts, some 15 minutes: TCP_USER_TIMEOUT would
-        # also end connections to peers that are only slow.
+        # This ends an idle connection within 25 s after a firewall has forgotten it or the other end has lost its
+        # power. While data is in flight, TCP's own limit of retransmissions applies, about 15 minutes. TCP_USER_TIMEOUT
+        # is not set, because it would also end connections to peers that are only slow.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
@@ -123,10 +124,10 @@ class Connection:
         self._socket.settimeout(timeout_seconds)
 
     def end_greeting(self, sent: Checksums | NoChecksums, received: Checksums | NoChecksums) -> None:
-        """Ends every frame with a checksum from now on. Only reading in the middle of a frame has a time limit then."""
+        """Adds a checksum to every frame from now on. Then only reads in the middle of a frame have a time limit."""
         self.sent, self.received = sent, received
         self._socket.settimeout(None)
-        # The kernel's own limit: with Python's, a call does not fill the whole buffer.
+        # The kernel's own limit, because with Python's a call does not fill the whole buffer.
         seconds, rest = divmod(IDLE_SECONDS, 1.0)
         limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

@@ -6,10 +6,11 @@ from hop_tf.errors import DeadlineExceededError, PeerLostError, describe_failure
 from hop_tf.options import CommunicationOptions
 from hop_tf.transport.base import PeerStatus
 
-# A process whose address refuses connections for this long counts as dead, even if a connection to it is left. A living
-# peer is never silent for this long.
+# A process whose address refuses connections for this long counts as dead, even if a connection to it is still open. A
+# living peer is never silent for this long.
 _REFUSED_SECONDS = 2.0
-# A peer exits only when everything it has sent has arrived here. Reaching the handler may take a moment longer.
+# A peer exits only when everything it has sent has arrived here. Its last messages may reach the handler a moment
+# later.
 _HANDOVER_SECONDS = 5.0
 _PROGRESS_ADVICE = "Check that rank's log: it is alive but does not deliver (see progress_timeout_seconds)."
 _LOST_ADVICE = "Check whether that process runs and can be reached (see timeout_seconds)."
@@ -22,7 +23,8 @@ def is_dead(status: PeerStatus) -> bool:
     """True if the peer's process has died: its address refuses connections, and its connections are closed.
 
     Everything that the peer has sent has then been read, because a connection counts as open until its last byte is
-    read. If connections are refused for `_REFUSED_SECONDS`, the peer counts as dead even if a connection to it is left.
+    read. If connections are refused for `_REFUSED_SECONDS`, the peer counts as dead even if a connection to it is still
+    open.
     """
     return (status.refused_seconds > 0 and not status.connected) or status.was_refused_for(_REFUSED_SECONDS)
 

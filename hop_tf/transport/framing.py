@@ -162,7 +162,7 @@ def encode_start(message: Outgoing, *, in_shared_memory: bool = False) -> bytes:
 
 
 def encode_message(message: Outgoing, checksums: Checksums | NoChecksums) -> Iterator[bytes]:
-    """Yields a message's frame, then the chunks with the rest of its payload. The last one ends with the checksum."""
+    """Yields a message's frame, then the chunks with the rest of its payload. The last part ends with the checksum."""
     start = encode_start(message)
     checksum = checksums.begin(start)
     pieces, room = [start], CHUNK_BYTES - len(start)
@@ -261,7 +261,7 @@ def decode(data: bytes, checksum_bytes: int = 0) -> Frame:
 
 
 def decode_checked(data: bytes, checksums: Checksums | NoChecksums) -> Frame:
-    """Parses a frame without a payload that came after the greeting.
+    """Parses a frame that came after the greeting and has no payload.
 
     Raises:
       ProtocolError: If the data is no frame, has a length beyond its limit, or has a wrong checksum.

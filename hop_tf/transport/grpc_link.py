@@ -26,7 +26,8 @@ METHOD = "/hop_tf.Transport/Stream"
 # An answer to a heartbeat begins with `time.time()` of the peer.
 CLOCK = struct.Struct("<d")
 _PROBE_SECONDS, _PROBE_ROUND_TRIPS = 1.0, 3
-# The first heartbeats follow each other quickly, to measure the round trip early. One of them may be delayed here.
+# The first heartbeats follow each other quickly, to measure the round trip early. There are several, because one of
+# them may be delayed on this machine.
 _FIRST_PAUSES_SECONDS = (0.0, 0.02, 0.05)
 # A heartbeat or its answer counts as lost after this time. The time is long because a process may be busy, or stopped
 # for a while.
@@ -39,7 +40,7 @@ _MAX_SPARED = 4
 class GrpcLink(Link):
     """A link over gRPC, for messages or for heartbeats.
 
-    The link has a channel, that is a connection, of its own: bulk data on one lane does not delay other lanes.
+    The link has a channel, that is a connection, of its own, so that bulk data on one lane does not delay other lanes.
 
     Args:
       open_channel: Opens a channel to a peer.
@@ -124,7 +125,7 @@ class GrpcLink(Link):
             message = self._outbox.take(connection.epoch, IDLE_SECONDS)
             if message is not None:
                 yield from encode_message(message, connection.sent)
-                del message  # Frees it while this waits for the next message.
+                del message  # Frees it before the wait for the next message.
             elif self._patience.is_over(self._outbox.num_unacknowledged):
                 self._doubt(connection)
 

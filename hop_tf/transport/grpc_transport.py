@@ -37,8 +37,8 @@ _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", CHUNK_BYTES),
     ("grpc.max_receive_message_length", CHUNK_BYTES),
     # gRPC's own pings find half-open connections (which a firewall has forgotten), however busy the lane is. The
-    # timeout is long because a link that fails for some seconds is not half-open: TCP may take twice as long until it
-    # tries again.
+    # timeout is long because a link that fails for some seconds is not half-open: TCP may take twice the time of the
+    # failure until it tries again.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -64,7 +64,7 @@ _CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 5000),
 )
 _MANY_CONNECTIONS = 1 << 16
-# Streams that `close` has ended are gone long before this.
+# Streams that `close` has ended are gone long before this time is over.
 _GRACE_SECONDS = 2.0
 
 # Transports of this process that serve.
@@ -252,7 +252,7 @@ class GrpcTransport(QueueTransport):
     def _hosts(self) -> list[str]:
         """The numeric addresses of this rank's name that belong to this machine.
 
-        gRPC by itself is content if it can bind one of them. Another process could then listen on the others.
+        gRPC itself reports success if it can bind any one of them. Another process could then listen on the others.
         """
         host, _, port = self._address.rpartition(":")
         try:

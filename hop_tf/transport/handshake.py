@@ -20,7 +20,7 @@ CONTROL_LANE = MAX_LANES
 _PROTOCOL_FIELD = "transport.protocol"
 _TOO_EARLY = "its process has not shut down an earlier strategy, which this process has shut down"
 _TOO_LATE = "its process has shut down the strategy that this process uses, and created another one"
-# Refusals that may be temporary, and change nothing.
+# Refusals that may be temporary, and that do not change the state of the peer.
 _PASSING = {
     control_pb2.BAD_TOKEN: "it refused this rank's cluster token (see CommunicationOptions.cluster_token)",
     control_pb2.BAD_RANK: "it has another rank, or knows this rank under another number; check TF_CONFIG on both",
@@ -43,7 +43,7 @@ class Greeting:
       peer: The peer that will send.
       lane: The lane of its messages.
       first_sequence: Number of the oldest message that the peer still has.
-      session: The messages exchanged so far.
+      session: The messages of the greeting so far, and the keys derived from them.
       shared_memory: The memory that the sender offers, or None.
     """
 
@@ -64,18 +64,18 @@ class Handshake:
       incarnation: Name of this transport, see `new_incarnation`.
       identity: Fields that must be equal on all ranks.
       secret: The token that all ranks share.
-      guesses: Limits wrong tokens.
+      guesses: Limits the rate of wrong tokens.
       encrypted: True if connections protect their data themselves.
       on_doubt: Called, on any thread, with a peer in whose name another process may have greeted. Begins to connect to
-        the peer, if this rank does not yet: the process at the peer's address is the real one.
+        the peer, unless this rank has begun before, because the process at the peer's address is the real one.
       on_restart: Called, on any thread, with a peer after another process has greeted in its place. Must forget all
         messages in flight between this rank and the old process before it returns. Default None: a restart makes the
         peer fail. (A process that greets with a later transport has to wait until this rank has closed its transport.)
       in_turn: True if all ranks create transports in the same order. Default True.
 
     Attributes:
-      socket_port: Port of this rank's plain sockets, which the answers to greetings tell; 0 if it has none.
-      interface_addresses: "host:port" of the sockets on further interfaces, told in the same way.
+      socket_port: Port of this rank's plain sockets, which answers to greetings announce; 0 if it has none.
+      interface_addresses: "host:port" of the sockets on further interfaces, announced in the same way.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Handshake:
             self._generation = self._past.generation
 
     def _join_generation(self, theirs: control_pb2.Hello | control_pb2.HelloReply) -> None:
-        """Adopts a peer's generation of this strategy if it is ahead: this process has then replaced another one."""
+        """Adopts a peer's generation if it is ahead of this rank's: this process has then replaced another."""
         with self._meeting:
             if self._lead_of(theirs) > 0:
                 self._generation = self._past.generation = theirs.generation
@@ -279,8 +279,8 @@ class Handshake:
     def _check_plausible(self, peer: Peer, hello: control_pb2.Hello) -> None:
         """Raises HelloRefusedError if an unknown process greets, without proof, in the name of a peer that was met.
 
-        If the peer was really restarted, this rank's own connection to its address shows that. Then the process is let
-        in.
+        If the peer was really restarted, this rank's own connection to its address shows that. Then this rank admits
+        the process.
         """
         if peer.failure is None and not peer.has_been(hello.incarnation):
             self._on_doubt(peer)
@@ -288,7 +288,7 @@ class Handshake:
             raise HelloRefusedError(problem, self._reply(control_pb2.UNCONFIRMED))
 
     def _check_generation(self, peer: Peer, hello: control_pb2.Hello) -> None:
-        """Raises OtherStrategyError if `peer`, which has not been met yet, is in another strategy than this rank."""
+        """Raises OtherStrategyError if `peer`, which has not met this transport yet, uses another strategy."""
         if self._is_later(peer, hello):
             problem = f"{peer} has shut down a strategy that this rank still uses, and created another one"
             raise OtherStrategyError(problem, self._reply(control_pb2.TOO_EARLY))

@@ -15,7 +15,7 @@ from hop_tf.transport.base import Handler, Message
 from hop_tf.transport.framing import Frame, FrameKind
 from hop_tf.transport.peer import Peer
 
-# Messages of one sender and lane that are held for queues without a handler.
+# Limit on the messages of one sender and lane that are held for queues without a handler.
 _MAX_HELD_MESSAGES = 1024
 
 
@@ -209,7 +209,7 @@ class Inbox:
         return True
 
     def _deliver(self, handler: Handler | None, message: Message) -> None:
-        """Delivers a message to a handler, with `_delivering` held; without one, delivers the queue's held messages."""
+        """Delivers a message and releases `_delivering`. Without a handler, delivers the queue's held messages."""
         if handler is None:
             self.drain(message.queue)
             return

@@ -28,7 +28,7 @@ class Past:
 
     Attributes:
       generation: Generation of the last transport; see `Hello.generation`.
-      processes: The process of each other rank that was met last.
+      processes: By rank: the process of that rank that was met last.
     """
 
     generation: int = -1

@@ -16,9 +16,10 @@ def num_lanes(round_trip_seconds: float, bits_per_second: float, num_peers: int)
     """The number of lanes that the unordered messages to a peer are spread over.
 
     The size of a connection's buffers limits its bytes in flight. If a round trip takes a second, a connection carries
-    25 Mbit/s, however fast the link is. Only an administrator can allow larger buffers, and a size set here would end
-    the system's tuning. So messages are spread over n = ceil(T * R / N / 3 MiB) lanes, at least 1 and at most 8. More
-    lanes would have more bytes in flight than the link and the queues before it hold, and would lose packets.
+    25 Mbit/s, however fast the link is. Only an administrator can allow larger buffers, and a size set here would turn
+    off the system's automatic tuning. So messages are spread over n = ceil(T * R / N / 3 MiB) lanes, at least 1 and at
+    most 8. More lanes would have more bytes in flight than the link and the queues before it hold, and would lose
+    packets.
 
     Args:
       round_trip_seconds: T.
@@ -48,7 +49,7 @@ _ONE_LANE = Share(1, math.inf)
 
 
 class LinkShares:
-    """The peers that share this rank's link. Not safe for several threads at a time.
+    """The peers that share this rank's link. Not thread-safe.
 
     Args:
       bits_per_second: R, the rate of the link.
@@ -80,8 +81,8 @@ class LinkShares:
     def _num_sharing_with(self, peer: int) -> int:
         """The number of peers that share the link: `peer`, and those that took turns with it.
 
-        Only the order of messages counts, not their times. After a pause the same peers share the link again, and a new
-        connection would begin slowly.
+        Only the order of messages counts, not their times. After a pause the same peers share the link again. Lanes
+        that were added in the pause would begin slowly, as new connections do.
         """
         since = self._large_messages[peer][0] if peer in self._large_messages else -1
         others = {other for other, numbers in self._large_messages.items() if numbers[-1] > since}

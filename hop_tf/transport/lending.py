@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 KEEP_SECONDS = 0.05
 # After a message, the connection's thread waits up to this long to see if another thread was waiting for that message.
 _HANDOVER_SECONDS = 0.005
-# After borrowing in vain, a thread pauses before it borrows again: each time twice as long, up to this.
+# After borrowing in vain, a thread pauses before it borrows again: each time twice as long, up to this limit.
 _MAX_PAUSE_SECONDS = 10.0
 
 
@@ -44,7 +44,7 @@ class Lending:
     def lend(self) -> None:
         """Lends the connection, between two messages, to a thread that wants it.
 
-        Blocks: until it is back.
+        Blocks: until the connection is back.
         """
         if not self._is_wanted:
             return
@@ -72,7 +72,7 @@ class Lending:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which a thread waits for the connection's thread to deliver, and borrows the connection next."""
+        """A context in which a thread waits for the connection's thread to deliver. The thread may borrow it next."""
         with self._lock:
             self._num_waiting += 1
             self._is_lent = False

@@ -24,7 +24,7 @@ _MAX_BACKOFF_SECONDS = 0.5
 class Patience:
     """Decides when to open a stream again because nothing that was sent on it arrives.
 
-    The receiver or the link may only be slow. Then a new stream is of no use, but does no harm. So each new stream gets
+    The receiver or the link may just be slow. Then a new stream is of no use, but does no harm. So each new stream gets
     twice the time of the previous one.
     """
 
@@ -63,7 +63,7 @@ class Link(abc.ABC):
 
     Args:
       peer: The peer.
-      lane: The lane. The greeting tells it to the peer.
+      lane: The lane. The greeting announces it to the peer.
       outbox: The messages to send.
       handshake: Makes and checks greetings.
       on_error: Called with an unexpected exception, which has ended the link.
@@ -104,7 +104,7 @@ class Link(abc.ABC):
         """Makes one connection and uses it until it ends. Returns the reason for the end.
 
         Raises:
-          HopError: If the connection ended for a reason that hop_tf found.
+          HopError: If the connection ended for a reason that hop_tf itself detected.
         """
 
     def _run(self) -> None:

@@ -129,7 +129,7 @@ class Outbox:
 
     @property
     def load(self) -> tuple[int, int]:
-        """The number of bytes kept, and the number of the last message."""
+        """The number of bytes kept, and the sequence number of the last message."""
         with self._lock:
             return self._kept_bytes, self._last_sequence
 
@@ -194,7 +194,7 @@ class Outbox:
             self._message_went.wait(_CHECK_PERIOD_SECONDS)
 
     def _begin_to_write(self, message: Outgoing) -> Callable[[Outgoing], Sequence[memoryview]] | None:
-        """Takes the message and returns the function that writes it if the connection is idle, otherwise None."""
+        """Takes the message if the connection is idle, and returns the function that writes it. Otherwise None."""
         is_next = self._num_taken == len(self._kept) - 1 and self._kept[-1] is message
         if self._is_busy() or not is_next or message.num_bytes > _MAX_AT_ONCE_BYTES:
             return None
@@ -218,7 +218,7 @@ class Outbox:
     def begin_message(
         self, queue: bytes, header: bytes, payload: Sequence[np.ndarray], num_bytes: int
     ) -> tuple[Outgoing, Connection] | None:
-        """Adds a message that the caller writes, if the connection is idle. `end_message` follows.
+        """Adds a message if the connection is idle. The caller writes the message, and calls `end_message`.
 
         Args:
           queue: See `put`.
@@ -241,7 +241,7 @@ class Outbox:
             return self._take_next(), self._connection
 
     def end_message(self, message: Outgoing, rest: Sequence[memoryview] | None) -> None:
-        """Called when a sending thread has written a message up to `rest`. None: the connection is broken."""
+        """Called when a sending thread has written a message up to `rest` (None: the connection is broken)."""
         with self._lock:
             self._is_writing = False
             message.rest = rest or ()
@@ -369,7 +369,7 @@ class Outbox:
                 self._message_went.notify_all()
 
     def begin_again(self) -> None:
-        """Drops everything, because a new process has taken the peer's place. It has received nothing yet."""
+        """Drops everything, because a new process has taken the peer's place, and has received nothing yet."""
         with self._lock:
             self._kept.clear()
             self._kept_bytes = self._last_sequence = self._num_taken = 0
@@ -411,7 +411,7 @@ class Outbox:
         message.put_at = time.time() if message.is_recorded else 0.0
 
     def _note_sent(self) -> None:
-        """Records that the present message was sent, as its acknowledgement or the next `take` shows."""
+        """Records that the message in `_sending` was sent: its acknowledgement or the next `take` shows this."""
         message, begin = self._sending
         self._sending = None
         self._recorder.add(

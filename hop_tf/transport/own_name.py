@@ -32,7 +32,7 @@ def check_own_name(addresses: Sequence[str], number: int, timeout_seconds: float
         a name that is looked up is malformed.
 
     Blocks: until the name resolves, at most `timeout_seconds`. The names of others are looked up within this time, too.
-    The last look-up takes as long as the system's resolver does.
+    The last look-up may exceed it, because the resolver of the system has its own time limit.
     """
     hosts = [host_of(address) for address in addresses]
     deadline = time.monotonic() + timeout_seconds

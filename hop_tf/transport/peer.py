@@ -50,7 +50,8 @@ class Peer:
         self._former_incarnations: set[str] = set()
         self.failure: Exception | None = None
         self._last_problem = ""
-        # By lane, the time when this rank began to try to connect. Then the peer's report of its own attempts.
+        # By lane, the time when this rank began to try to connect. The next two are the peer's report of its own
+        # attempts.
         self._trying_since: dict[int, float] = {}
         self._unreached_by_seconds = 0.0
         self._problem_there = ""
@@ -125,7 +126,7 @@ class Peer:
             return self._incarnation in (None, incarnation) or incarnation in self._former_incarnations
 
     def replace(self, incarnation: str) -> bool:
-        """Accepts a new process as this peer. Returns False if it was itself replaced before. `introduce` follows."""
+        """Accepts a new process as this peer. Returns False if that was replaced before. `introduce` must follow."""
         with self._lock:
             if incarnation in self._former_incarnations:
                 return False

@@ -1,10 +1,10 @@
 """Proofs that a process knows the cluster token, without revealing it, and a connection's keys, derived from it.
 
 The server sends a *nonce*, a random number that is used once. The client answers with a nonce of its own, its hello,
-and a proof: the HMAC-SHA256, with the token as the key, over both nonces and the hello. The answer to the hello comes
-with a proof over all of that and the answer. So each side knows that the other side has the token, although the token
-is never sent. Overheard messages are of no use on another connection. Without a token the key is empty, and anyone can
-make the proofs.
+and a proof: the HMAC-SHA256, with the token as the key, over both nonces and the hello. The server's answer carries a
+proof over both nonces, the hello and the answer. So each side knows that the other side has the token, although the
+token is never sent. Overheard messages are of no use on another connection. Without a token the key is empty, and
+anyone can make the proofs.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ class QueueTransport(Transport):
         error is also logged, and every later `send` raises it.
       on_restart: Called, on any thread, with a rank when another process has greeted in its place. No message of the
         new process is delivered before the call returns. Messages in flight to the old process, or from it, are
-        forgotten. None: a peer that was restarted has failed. Transports whose ranks are not processes never call this.
+        forgotten. None: a peer that was restarted counts as failed. Transports whose ranks are not processes never call
+        this.
       recorder: Records messages and clocks, or None.
       num_ranks: Number of ranks. The first processes are the ranks, the others are parameter servers. Default: all are
         ranks.
@@ -191,7 +192,7 @@ class QueueTransport(Transport):
             self._bytes_by_lane[lane] += num_bytes
 
     def _refused(self, address: str, reason: HopError) -> None:
-        """Counts a refused connection, and logs it, but at most once per `_LOG_PERIOD_SECONDS`."""
+        """Counts a refused connection. Logs at most one of them per `_LOG_PERIOD_SECONDS`."""
         with self._lock:
             now = time.monotonic()
             logged = now >= self._quiet_until

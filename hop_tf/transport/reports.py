@@ -26,7 +26,7 @@ class ReportHandler(grpc.GenericRpcHandler):
       rank: This rank.
       secret: The token.
       unauthenticated: The connections that have not proven yet that they know the token.
-      guesses: Limits wrong proofs.
+      guesses: Limits the rate of wrong proofs.
       executor: Runs the thread of each call.
 
     Attributes:
@@ -51,7 +51,7 @@ class ReportHandler(grpc.GenericRpcHandler):
         self._rpc = grpc.stream_stream_rpc_method_handler(self._serve)
 
     def service(self, handler_call_details):
-        """The call's handler; None, which takes no thread, if there are too many calls."""
+        """The call's handler. If there are too many calls, it is None, and the call takes no thread."""
         is_admitted = handler_call_details.method == REPORT_METHOD and self._unauthenticated.admit(
             self._executor.try_reserve
         )

@@ -1,8 +1,8 @@
 """Memory that two processes of one machine share, for large payloads of a connection's messages.
 
-The sender copies a payload into the memory, and the frame tells its place. The receiver reads the payload there. The
-payload does not pass through the kernel, and needs no checksum. A block is free again when the receiver's last view of
-it is gone. While no block is large enough, payloads travel in their frames.
+The sender copies a payload into the memory, and the frame holds the payload's place. The receiver reads the payload
+there. The payload does not pass through the kernel, and needs no checksum. A block is free again when the receiver's
+last view of it is gone. A payload that no free block can hold travels in its frame.
 
 The memory has no name: the receiver opens the sender's file descriptor. The memory disappears with the two processes,
 however they end. Connections between machines, or through a proxy, do not use shared memory.
@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 # A word before each payload tells if the receiver may still read the payload.
 _BEFORE_BYTES = _ALIGNMENT
 _WORD_BYTES = 8
-# Pages are reserved by the MB, by a `madvise` whose number in Linux is missing in Python.
+# Pages are reserved in units of 1 MiB, by a `madvise` whose number Python does not define.
 _RESERVED_BYTES = 1 << 20
 _MADV_POPULATE_WRITE = 23
 # Before Python 3.13, a mapping always keeps a descriptor open.
@@ -77,7 +77,7 @@ class SharedMemory:
 
     @classmethod
     def make(cls, connected: socket.socket) -> SharedMemory | None:
-        """Makes memory for a connection. Returns None if it leads to another machine, or if there is no memory."""
+        """Makes memory for a connection. Returns None if the peer is on another machine, or there is no memory."""
         if not _stays_here(connected) or not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
             return None
         try:
@@ -124,7 +124,7 @@ class SharedMemory:
         return place
 
     def _take(self, num_bytes: int) -> int | None:
-        """Finds the first free block of that length: recently used memory is still in the processor's cache."""
+        """Takes the first free block of that length, because recently used memory is still in the processor's cache."""
         self._blocks = [block for block in self._blocks if self._words[block[0] // _WORD_BYTES] == _IN_USE]
         begin = _ALIGNMENT  # Behind the nonce.
         for index, (next_begin, next_end) in enumerate([*self._blocks, (self._num_bytes, 0)]):
@@ -162,7 +162,7 @@ class PeerMemory:
     """
 
     def __init__(self, offer: control_pb2.SharedMemory):
-        # Opening does not block, even if the path leads to something else.
+        # With these flags, opening does not block, even if the path leads to something else.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         file = os.open(_checked_path(offer), flags)
         try:
@@ -187,7 +187,7 @@ class PeerMemory:
             return None
 
     def payload(self, place: bytes) -> np.ndarray:
-        """The read-only payload at a place that the sender has named. The last view of the payload frees the place.
+        """The read-only payload at a place that the sender has named. The place is free when the last view is gone.
 
         Raises:
           ProtocolError: If there can be no payload at that place.

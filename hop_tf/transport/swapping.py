@@ -39,7 +39,8 @@ class Way:
 
     Attributes:
       frame: The present frame.
-      checksums: The checksums of the direction. They count the frame when it is complete, or left to another thread.
+      checksums: The checksums of the direction. A frame is counted when it is complete, or when it is left to another
+        thread.
       start: The bytes before the payload.
       checksum: The bytes after the payload.
       place: Memory for the place of a payload in shared memory.
@@ -172,7 +173,7 @@ class Awaited:
 
 
 def await_all(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected]) -> list[Awaited]:
-    """Prepares to read the next message of each of these borrowed lanes. Returns [] if that is impossible for one."""
+    """Prepares to read the next message of each of these borrowed lanes. Returns [] if one of them cannot be read."""
     messages = []
     for lane, each in zip(lanes, expected, strict=True):
         sequence = lane.next_sequence()
@@ -183,7 +184,7 @@ def await_all(lanes: Sequence[Lane], queue: bytes, expected: Sequence[Expected])
 
 
 def write(letters: Sequence[Letter], awaited: Sequence[Awaited]) -> None:
-    """Writes letters, and ends them. Awaited messages are read meanwhile. `read` follows.
+    """Writes letters, and ends them. Reads awaited messages meanwhile, and leaves their payloads to `read`.
 
     Blocks: until all letters are written, or one makes no progress for 0.05 s (0.002 s if all awaited messages have
     come).

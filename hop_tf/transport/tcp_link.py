@@ -27,9 +27,9 @@ FIRST_INTERFACE_LANE = 1
 
 
 class TcpLink(GrpcLink):
-    """A link for messages. It waits for the peer's heartbeat link, which tells the port of the peer's sockets.
+    """A link for messages. It waits for the peer's heartbeat link, which announces the port of the peer's sockets.
 
-    If the port cannot be reached, the link alternates between gRPC and another attempt. While gRPC works, attempts
+    If the port cannot be reached, the link alternates between gRPC and further attempts. While gRPC works, attempts
     continue in the background: after an outage the link returns to a socket.
 
     Args:
@@ -195,7 +195,7 @@ class TcpLink(GrpcLink):
                 else:
                     connection.limit_rate(self._outbox.max_bytes_per_second)
                     connection.write_message(message)
-                del message  # Frees it while this waits for the next message.
+                del message  # Frees it before the wait for the next message.
         finally:
             connection.end()
             self._outbox.end_writing()

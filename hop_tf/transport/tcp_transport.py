@@ -31,7 +31,7 @@ def _swapping() -> ModuleType | None:
 class TcpTransport(GrpcTransport):
     """A `GrpcTransport` that sends messages over plain sockets, at a third of gRPC's processor time.
 
-    Greetings and heartbeats go over gRPC, on the address of the cluster. The greetings tell the port of a rank's
+    Greetings and heartbeats go over gRPC, on the address of the cluster. The greetings announce the port of a rank's
     sockets, which the operating system chooses. The sockets demand the same greeting with the same token. With TLS, or
     while that port cannot be reached, messages go over gRPC, too. With `CommunicationOptions.interfaces`, there are
     sockets on each interface, and each interface carries a lane of its own.
@@ -140,7 +140,7 @@ class TcpTransport(GrpcTransport):
         return others
 
     def _outbox_for(self, peer: int, num_bytes: int, lane: int | None) -> Outbox | None:
-        """The outbox for a message that can be written at once; None if `send` has more to do."""
+        """The outbox for a message that can be written at once; None if only `send` can handle it."""
         lane = self._emptiest_lane(peer, num_bytes) if lane is None else lane
         has_failed = self._failure is not None or self._peers[peer].failure is not None
         return None if has_failed else self._outboxes.get((peer, lane))
@@ -155,7 +155,7 @@ class TcpTransport(GrpcTransport):
 
     @property
     def _swapping(self) -> ModuleType | None:
-        """The module; None without native code or sockets, and while the connections' threads record messages."""
+        """The `swapping` module; None without native code or sockets, and while messages are recorded."""
         is_recorded = self.recorder is not None and self.recorder.is_on
         return None if is_recorded or not self._sockets else _swapping()
 

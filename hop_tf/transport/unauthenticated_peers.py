@@ -1,7 +1,7 @@
 """`UnauthenticatedPeers`: connections whose peer has not greeted yet. `GuessRateLimiter`: limits guesses of the token.
 
 Any process that reaches a port can connect to it. Before the greeting, a connection gets little: a thread, for a short
-time. If there are too many connections, the source that has the most of them loses one first.
+time. If there are too many connections, the source with the most connections loses one first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 GREETING_SECONDS = 10.0
 # Connections that have not greeted yet. Each costs a thread.
 MAX_UNAUTHENTICATED = 64
-# Connections that were ended need a moment to go. This limits the threads of all connections at a time.
+# Limit on the threads of these connections, including ended ones, which need a moment to close.
 _MAX_THREADS = 2 * MAX_UNAUTHENTICATED
 # Wrong proofs that a source may send at once, and how many more per second.
 _MAX_GUESSES, _GUESSES_PER_SECOND = 20.0, 5.0
@@ -85,7 +85,7 @@ class UnauthenticatedPeers:
             self._num_expected -= 1
 
     def enter(self, source: str, end: Callable[[], object]) -> UnauthenticatedPeer:
-        """Called when an expected connection is there. `leave` follows. If there are too many, one is ended.
+        """Called when an expected connection has come. `leave` must follow. If there are too many, one is ended.
 
         Args:
           source: The connection's source, see `source_of`.
@@ -129,7 +129,7 @@ class UnauthenticatedPeers:
             self._changed.notify_all()
 
     def _in_the_way(self) -> UnauthenticatedPeer:
-        """The oldest connection of the source with the most: a single connection from elsewhere is not crowded out."""
+        """The oldest connection of the source with the most connections. Single connections of others then stay."""
         counts = collections.Counter(caller.source for caller in self._waiting)
         return max(self._waiting, key=lambda caller: counts[caller.source])  # Of equals, the oldest.
 
