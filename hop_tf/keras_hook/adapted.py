@@ -21,7 +21,7 @@ from hop_tf.errors import MismatchError
 from hop_tf.keras_hook.ownership import Owner, mark_of
 
 _CLAIM = "tables of preprocessing layers"
-_MAX_NUMBERS = 1000  # Numbers of a table that ranks compare, evenly spaced: enough to notice different data.
+_MAX_NUMBERS = 1000  # Ranks compare at most this many numbers of a table, evenly spaced: enough to notice other data.
 _TOLERANCE = 1e-3  # Machines add numbers in different orders.
 _REMEDIES = {
     keras.layers.TextVectorization: "set_vocabulary(tokens)",
@@ -73,7 +73,7 @@ class _Table:
     Attributes:
       remedy: The call or the arguments that give the layer a table.
       tokens: The vocabulary, in the order of the tokens' indices.
-      numbers: Triples of a name, a value, and the scale that differences of the value are compared with.
+      numbers: Triples of a name, a value, and a scale. Ranks compare differences of the value with the scale.
     """
 
     remedy: str
@@ -114,7 +114,7 @@ def _source_of(layer: keras.Layer) -> tuple[object | None, Callable[[keras.Layer
 
 
 def _lookup_of(layer: keras.layers.TextVectorization | IndexLookup) -> IndexLookup | None:
-    """The layer that has the table: a `TextVectorization` keeps it in a layer of its own."""
+    """The layer that has the table: a `TextVectorization` keeps the table in an inner layer."""
     return layer if isinstance(layer, IndexLookup) else getattr(layer, "_lookup_layer", None)
 
 
@@ -148,8 +148,8 @@ def _read_moments(layer: keras.layers.Normalization) -> _Table:
 class AdaptedLayers:
     """This rank's layers with tables, right before training begins.
 
-    Ranks compare the layers that they have in common. These have the same class and name, and both ranks have equally
-    many of them.
+    Ranks compare corresponding layers. Layers correspond if they have the same class and name, and if both ranks have
+    the same number of such layers.
 
     Attributes:
       claims: The claims for the session. If any rank makes them, all ranks have to compare.
@@ -175,7 +175,7 @@ class AdaptedLayers:
           share: Sends this rank's bytes to all ranks, and returns the bytes of every rank.
 
         Raises:
-          MismatchError: On all ranks, if a rank has another table than rank 0.
+          MismatchError: On all ranks, if a rank's table differs from rank 0's.
         """
         digests = {name: table.digest for name, table in self._tables.items()}
         first, *others = (json.loads(data) for data in share(json.dumps(digests).encode()))

@@ -44,8 +44,8 @@ class BackupAgreement:
     """Makes all ranks continue from the same epoch.
 
     A rank may have died before it made its last backup, or may be new in a job with more ranks than before. All ranks
-    that have backups take the newest one that they have in common. If they have none in common, the newest backup of
-    any rank counts. A rank that lacks the backup gets a copy. So one rank's backup is enough for the whole job.
+    that have backups take the newest one that they have in common. If they have none in common, they take the newest
+    backup of any rank. A rank that lacks the backup gets a copy. So one rank's backup is enough for the whole job.
 
     Args:
       callbacks: The `callbacks` argument of `fit`.
@@ -70,8 +70,8 @@ class BackupAgreement:
         Args:
           rank: This rank.
           share: Sends this rank's bytes to all ranks, and returns the bytes of every rank.
-          in_lock_step: True if ranks make the same updates. They then continue from the same batch, too, not only from
-            the same epoch.
+          in_lock_step: True if ranks make the same updates. Then their backups must be from the same batch, too, not
+            only from the same epoch.
 
         Raises:
           OSError: If the backups of this rank are damaged, or if it cannot write the copy that it gets.
@@ -112,7 +112,7 @@ def _require_callbacks(offers: Sequence[list | None]) -> None:
 
 
 def _choose(known: Mapping[int, Sequence[Position]], *, in_lock_step: bool) -> dict[int, Position]:
-    """The backup that each rank continues from. A rank without one in this dict needs a copy of the lowest rank's."""
+    """The backup that each rank continues from, by rank. Missing ranks need a copy of the lowest rank's backup."""
     common = set.intersection(*map(set, known.values()))
     newest = {rank: max(common or positions) for rank, positions in known.items()}
     latest = max(newest.values())

@@ -23,7 +23,7 @@ _WEIGHTS, _METADATA, _CHECKSUMS = "latest.weights.h5", "training_metadata.json",
 _UNFINISHED = "unfinished"
 _CHUNK_BYTES = 1 << 24
 
-# The epoch and the batch that training continues with.
+# The epoch that training continues with, and the last batch of this epoch before the backup (0 at its beginning).
 Position = tuple[int, int]
 
 
@@ -43,8 +43,9 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
 
     Args:
       backup_dir: A folder that nothing else uses, on a file system. Addresses such as gs:// are refused.
-      save_freq: "epoch" for a backup at the end of each epoch, or the number of batches from one backup to the next. As
-        with Keras's callback, training then continues from the beginning of the epoch. Default "epoch".
+      save_freq: "epoch" for a backup at the end of each epoch, or the number of batches from one backup to the next.
+        After a backup within an epoch, training continues from the beginning of the epoch, as with Keras's callback.
+        Default "epoch".
       delete_checkpoint: True to remove the folder when `fit` has ended. Default True.
 
     Raises:
@@ -151,7 +152,7 @@ class AtomicBackupAndRestore(keras.callbacks.BackupAndRestore):
             unfinished.rename(folder / f"backup_{_number_of(newest) + 1 if newest else 1}")
             _sync(folder)
         except OSError:
-            shutil.rmtree(unfinished, ignore_errors=True)  # It only takes disk space.
+            shutil.rmtree(unfinished, ignore_errors=True)  # An unfinished backup only takes disk space.
             raise
 
 
@@ -308,7 +309,7 @@ def _check_files(folder: pathlib.Path) -> None:
 
 
 def _problem_of_files(weights: pathlib.Path, metadata: pathlib.Path) -> str | None:
-    """Describes the damage to a backup by Keras; None if the backup is readable or absent. Values are not checked."""
+    """Describes the damage to a Keras backup; None if the backup is readable or absent. Values are not checked."""
     for path, read in ((weights, _read_outline), (metadata, _read_metadata)):
         if not path.exists():
             continue

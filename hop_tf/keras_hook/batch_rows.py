@@ -19,7 +19,7 @@ _NAMES_OF_PARTS = ("x", "y", "sample_weight")
 
 
 def check_rows(structure: Any) -> bool:
-    """Raises ValueError if it is known that a part of a batch is a scalar, or that parts differ in number of rows.
+    """Raises ValueError if static shapes show a scalar among the parts of a batch, or different numbers of rows.
 
     Args:
       structure: A batch, or the `element_spec` of a dataset of batches. Absent parts (None or optionals) do not count.
@@ -36,7 +36,7 @@ def check_rows(structure: Any) -> bool:
 
 
 def require_equal_rows(batch: Any) -> None:
-    """Emits an assertion that all parts of a batch have the same number of rows, unless this is known."""
+    """Emits an assertion that all parts of a batch have the same number of rows, unless static shapes show it."""
     if check_rows(batch):
         return
     names, parts = zip(*_named_parts(batch), strict=True)
@@ -75,7 +75,7 @@ def with_equal_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _checked_before(dataset: tf.data.Dataset, again: Callable[[tf.data.Dataset], tf.data.Dataset]) -> tf.data.Dataset:
-    """Checks batches before a dataset's last transformation, which `again` creates, unless they have been checked."""
+    """Checks batches before a dataset's last transformation, which `again` repeats, unless they were checked."""
     (before,) = dataset._inputs()
     checked = with_equal_rows(before)
     return dataset if checked is before else again(checked)

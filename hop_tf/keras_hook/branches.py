@@ -16,12 +16,13 @@ def when(
     """Emits operations that run if `condition` holds, and others that run if it does not.
 
     TensorFlow builds the operations of a `tf.cond` into the step. The step then visits all of them, even those that do
-    not run. With many variables that takes as long as the step itself. Here a branch is a function, which costs nothing
-    while it is not called. A call takes some 50 microseconds, so `tf.cond` is better for a few operations. With a GPU,
-    branches are built into the step: as arguments, numbers that the host needs would be copied to the GPU and back.
+    not run. With many variables, these visits take as long as the step itself. Here a branch is a function, which costs
+    nothing while it is not called. A call takes some 50 microseconds, so `tf.cond` is better for a few operations. With
+    a GPU, branches are built into the step: a function's arguments would be copied to the GPU, and back if the host
+    needs them.
 
     Args:
-      condition: Bool scalar. If it is a Python bool, or outside of graphs, only the branch that runs is emitted.
+      condition: Bool scalar. If it is a Python bool, or if no graph is traced, only the branch that runs is emitted.
       emit: Emits the operations that run if `condition` holds.
       otherwise: Emits the operations that run if it does not. Default: none.
     """

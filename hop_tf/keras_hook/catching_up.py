@@ -1,4 +1,4 @@
-"""Does not call callbacks of a restarted or late rank until the rank has caught up with the others.
+"""Holds back the callbacks of a restarted or late rank until the rank has caught up with the others.
 
 Callbacks that take as long as the others' steps would keep the rank from catching up. They would also see metrics
 without a value. For callbacks, the epoch in which the rank catches up begins with the first batch that the rank trains

@@ -34,7 +34,7 @@ _ATTRIBUTES = {"dataset": "_input_dataset"}  # Attributes whose names differ fro
 _GIVEN = {
     "options": lambda dataset: dataset.options(),
     "deterministic": lambda dataset: True,
-    "buffer_size": lambda dataset: int(dataset._buffer_size),  # `prefetch` asks whether it is AUTOTUNE.
+    "buffer_size": lambda dataset: int(dataset._buffer_size),  # `prefetch` compares it with AUTOTUNE.
 }
 
 
@@ -47,7 +47,7 @@ def in_common_order(dataset: tf.data.Dataset, seed: int, *, takes_slices: bool) 
 
     Args:
       dataset: The dataset.
-      seed: The seed from which shuffles without a seed get theirs.
+      seed: Shuffles without a seed get seeds that are derived from this one.
       takes_slices: True if ranks take slices of each batch. False if they share files: only the order of the files must
         be the same then.
 

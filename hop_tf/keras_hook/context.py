@@ -91,8 +91,9 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
         rows = None if self._trace.model is None else self._hooks.num_rows  # In a custom loop, losses add up.
         if rows is None or any(isinstance(each, tf.IndexedSlices) for each in tf.nest.flatten(value)):
             return super().all_reduce(reduce_op, value, options)
-        # This rank's value changes the losses of other ranks, which are weighted by their rows. The gradient that
-        # comes back is divided by this rank's rows, because the exchange multiplies this rank's whole gradient by them.
+        # This rank's value changes the losses of other ranks. Each of these losses is weighted by the rows of its rank.
+        # The gradient that comes back is divided by this rank's rows, because the exchange multiplies this rank's whole
+        # gradient by its number of rows.
         reduce = super().all_reduce
 
         @tf.custom_gradient
@@ -127,7 +128,7 @@ class ReplicaContext(one_device_strategy._OneDeviceReplicaContext):
     def _loss_scaled_update(self, merge_fn, args, kwargs):
         """Exchanges gradients before the optimizer checks that all of them are finite.
 
-        The optimizer updates within a branch of that condition. A rank whose gradients overflow does not run the
+        The optimizer updates in a branch that runs only if all are. A rank whose gradients overflow does not run the
         branch. If the exchange were in the branch, other ranks would wait for that rank.
         """
         grads, trainable_variables = args
@@ -166,7 +167,7 @@ class Extended:
 
     @property
     def stream(self) -> int:
-        """The number of the random stream to draw from: this replica's in a training step, otherwise 0, for all."""
+        """The number of the random stream to draw from: this replica's in a training step, otherwise 0."""
         if self._trace is None or not self._trace.draws_apart:
             return 0
         context = tf.distribute.get_replica_context()
@@ -190,7 +191,7 @@ class Extended:
 
     @contextlib.contextmanager
     def decaying(self, variables: Sequence) -> Iterator[None]:
-        """A context in which an optimizer applies weight decay to variables. Assignments in it belong to its update."""
+        """A context for the weight decay of variables. Assignments in it are a part of the optimizer's update."""
         if self._trace is None:
             yield
             return
@@ -217,7 +218,7 @@ class Extended:
         trains_model = self._trace is not None and self._trace.model is not None  # Also by `train_on_batch`.
         return 1 if trains_model else self.hooks.num_loss_parts * len(self.worker_devices)
 
-    # With these, TensorFlow converts a replica's number in this process to its number among all replicas, and back.
+    # TensorFlow calls these to convert a replica's number in this process to its number among all replicas, and back.
 
     def _get_replica_id_in_sync_group(self, replica_id):
         return self.hooks.replicas.first + replica_id

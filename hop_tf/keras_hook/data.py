@@ -46,9 +46,9 @@ class DataSharding:
       shares: The part of each batch that each rank takes. Default: equal parts.
       seed: Returns the seed for shuffles in the running `fit`.
       roster: The ranks that share the batches of `fit`. Default: all ranks share them.
-      slices_in_step: True if `fit` gets whole batches, and a step takes its rows by `own_rows`. A change of the roster
-        then takes effect in the same step on all ranks. Otherwise batches that were read ahead keep their slices when
-        the roster changes. Default False.
+      slices_in_step: True if `fit` gets whole batches, and a step takes this rank's rows by `own_rows`. A change of the
+        roster then takes effect in the same step on all ranks. If False, batches that were read ahead keep their slices
+        when the roster changes. Default False.
 
     Attributes:
       num_batches: Number of batches in an epoch of the training data that ranks share in the running `fit`; 0 if not
@@ -152,7 +152,7 @@ class DataSharding:
             if self._inside_keras and policy is tf.data.experimental.AutoShardPolicy.OFF:
                 _check_endless(dataset)
             return shard_by_policy(dataset, self._rank, self._world_size, self._shares)
-        if sharding is _Sharding.OF_GENERATOR:  # Keras prefetches: those batches would be lost with the iterator.
+        if sharding is _Sharding.OF_GENERATOR:  # Keras's prefetched batches would be lost with the iterator.
             dataset = without_prefetch(dataset)
         self._counts_next = self._inside_keras > 0
         note_first = self._note_first if self._inside_keras else None
@@ -217,17 +217,17 @@ def slice_global_batches(
         dimension.
       rank: This rank.
       world_size: Number of ranks.
-      note_first: Called with a digest of the first global batch of each epoch, on a thread of TensorFlow's.
+      note_first: Called with a digest of the first global batch of each epoch, on a thread of TensorFlow.
       shares: The part of each batch that each rank takes. Default: equal parts.
-      roster: The ranks that share a batch when it is sliced, by their shares. Default: all ranks share it.
-      takes_all: True if the rank takes whole batches here, and its rows of them later. Default False.
+      roster: The ranks that share a batch when it is sliced, with their shares. Default: all ranks, with `shares`.
+      takes_all: True to keep whole batches here. The rank takes its rows of them later. Default False.
 
     Returns:
       A dataset of the same cardinality.
     """
 
     def slice_of(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        if takes_all:  # The batch is still sliced, as a whole: a part that cannot be sliced raises an error.
+        if takes_all:  # A slice of all rows, so that a part that cannot be sliced raises an error.
             return tf.constant(0, tf.int64), rows
         if roster is not None:
             return roster.slice_of(rows)
@@ -252,7 +252,8 @@ def slice_global_batches(
         return note_equal_rows(dataset.enumerate().map(slice_batch, **arguments))
 
     # With automatic shares, a batch is sliced right before its step, so that shares change in the same step on all
-    # ranks. A generator cannot be rewound: batches read ahead are lost with the iterator, different ones on each rank.
+    # ranks. A generator cannot be rewound: batches read ahead are lost with the iterator, and each rank would lose
+    # different ones.
     are_late = shares is not None and shares.is_automatic and not takes_all
     if are_late or reads_generator(dataset):
         return slices().with_options(_without_prefetching())
@@ -334,7 +335,7 @@ def shard_by_policy(
 
 
 def _divided_batches(dataset: tf.data.Dataset, number: int, shares: BatchShares | None) -> tf.data.Dataset:
-    """Divides each batch into `number` batches. In a tf.data service job that ranks share, one rank reads each part."""
+    """Divides each batch into `number` parts. In a tf.data service job that ranks share, each goes to one rank."""
     if shares is not None:
         raise ValueError(
             "`batch_shares` must be None with a job of the tf.data service that ranks share: the service decides which "

@@ -42,7 +42,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, hooks: TrainingHooks, devices: Sequence[str]):
-        strategy._collective_key_base = 0  # As in `MirroredStrategy`: the base class reads it there.
+        strategy._collective_key_base = 0  # The base class reads this attribute of a `MirroredStrategy`.
         # TensorFlow's default, collective operations, would no longer work in the process after a failed step.
         self._has_nccl = _have_nccl(devices)
         add_up = tf.distribute.NcclAllReduce() if self._has_nccl else tf.distribute.ReductionToOneDevice()
@@ -59,7 +59,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
     # Variables.
 
     def _create_variable(self, next_creator, **kwargs):
-        if is_own(kwargs.get("name")):  # The strategy has placed its one copy.
+        if is_own(kwargs.get("name")):  # The strategy has placed the single copy.
             return next_creator(**kwargs)
         colocate_with = kwargs.get("colocate_with")
         if isinstance(colocate_with, tf.Variable) and not _is_copied(colocate_with):
@@ -69,8 +69,8 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         if self._trace is None or tf.executing_eagerly():
             variable = super()._create_variable(next_creator, **kwargs)
         else:
-            # Creates a step's own variable, such as a slot in a custom loop, before the step runs. `tf.function` would
-            # create it during the step: it cannot lift the initial value of a copy, which is the first copy's value.
+            # Creates a step's own variable, such as a slot in a custom loop, before the step runs. The initial value of
+            # each further copy is the first copy's value, which `tf.function` cannot lift out of the step.
             with tf.init_scope():
                 variable = super()._create_variable(_create, **kwargs)
         if type(variable) is values.MirroredVariable:
@@ -116,7 +116,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         )
 
     def _on_first_device(self, fn, args, kwargs):
-        """Runs a Keras step without training, on the first device only. The result has a value for each device."""
+        """Runs a Keras step that does not train, on the first device only. The result has a value for each device."""
         result = self._as_one(fn, args, kwargs)
         rest = without_rows(result) if is_predict_step(fn) else result
         return tf.nest.map_structure(self._with_rest, result, rest)
@@ -182,7 +182,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
     def _added_up(self, gradients: Sequence, maxima: Collection[int] = ()) -> list:
         """The sum of each gradient over the devices: on the first device, or on all devices if NCCL computes it.
 
-        Entries with an index in `maxima` are the maximum over the devices.
+        Entries with an index in `maxima` get the maximum over the devices instead of the sum.
         """
         sums, of_types = list(gradients), collections.defaultdict(list)
         with tf.device(self.worker_devices[0]):
@@ -203,7 +203,7 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
         return sums
 
     def _all_reduced(self, gradients: Sequence[values.PerReplica]) -> list:
-        """NCCL's sums of gradients of one dtype: on the first device if `exchange` replaces them, otherwise on all."""
+        """NCCL's sums of gradients of one dtype: on all devices, or on the first if `exchange` replaces them."""
         pairs = [(each, each) for each in gradients]
         totals = self._cross_device_ops.batch_reduce(tf.distribute.ReduceOp.SUM, pairs)
         # An all-reduce begins when all devices take part, but TensorFlow prunes operations whose sums are not used.
@@ -216,7 +216,8 @@ class SeveralDevices(Extended, mirrored_strategy.MirroredExtended):
     def _make_alike(self) -> None:
         """Makes the copies of a state equal again after each device has assigned its own.
 
-        The copies become their mean if ranks average the state, too. Otherwise they become the first device's copy.
+        If ranks average the state, each copy becomes the mean of the copies. Otherwise it becomes the first device's
+        copy.
         """
         shares = self._shares or [1 / len(self.worker_devices)] * len(self.worker_devices)
         for variable in self._trace.assigned_on_devices():
@@ -318,7 +319,7 @@ def _has_parts(batch) -> bool:
 
 
 def _explain_parts(error: Exception) -> None:
-    """Raises ValueError if a step has failed because it read a batch itself, which holds the parts of all devices."""
+    """Raises ValueError if a step has failed because it read a batch itself: the batch has the parts of all devices."""
     if f"{values.PerReplica.__name__}:{{" in str(error):
         raise ValueError(
             "a step that runs on several devices must get its part of a batch as an argument: take the batch outside "
@@ -398,7 +399,7 @@ def _make_logical_cpus(number: int) -> None:
     """Makes several logical devices of the processor, which share its cores.
 
     Raises:
-      ValueError: If TensorFlow has been used before, which is too late.
+      ValueError: If the program has used TensorFlow before, because the devices are fixed then.
     """
     (cpu,) = tf.config.list_physical_devices("CPU")
     if len(tf.config.get_logical_device_configuration(cpu) or ()) >= number:

@@ -25,7 +25,7 @@ def build_from_first(
       build: Builds the model from a batch; None if the model has nothing to build.
       batches: Keras's iterator over an epoch.
       model: The model.
-      context: This rank among the ranks.
+      context: This rank's index, and the number of ranks.
       num_devices: Number of devices of this rank.
       own_rows: Takes the rows of this rank from a batch, as a training step does.
 

@@ -53,7 +53,7 @@ class TrainingHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def num_loss_parts(self) -> int:
-        """The number of parts of a loss, whose gradients are added up; 1 if each rank has a whole loss."""
+        """The number of partial losses whose gradients are added up; 1 if each rank has a whole loss."""
 
     @property
     @abc.abstractmethod
@@ -81,11 +81,11 @@ class TrainingHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def replaces_gradients(self) -> bool:
-        """True if `exchange` computes with the gradients. Otherwise it returns them unchanged."""
+        """True if `exchange` may return other gradients. Otherwise it returns them unchanged."""
 
     @abc.abstractmethod
     def note_created(self, variable: tf.Variable) -> None:
-        """Called after the creation, in the scope, of a variable that an optimizer may train."""
+        """Called after a variable that an optimizer may train was created in the scope."""
 
     @abc.abstractmethod
     def refuse_update(self, optimizer: Any) -> None:
@@ -148,8 +148,8 @@ class TrainingHooks(abc.ABC):
         """Called when `fit` has made the last step of an epoch, before validation and callbacks. May be called twice.
 
         Args:
-          model: The trained model, or a model that is about to `evaluate` or `predict` within `fit`. Both calls reset
-            its metrics.
+          model: The trained model, or a model that is about to `evaluate` or `predict` within `fit`. `evaluate` then
+            resets the metrics of that model.
         """
 
     @abc.abstractmethod
@@ -196,7 +196,7 @@ class TrainingHooks(abc.ABC):
 
         Args:
           logs: The metrics, those of validation included.
-          num_steps: Number of steps of the epoch, which may have been aborted. Executions of several steps count as
+          num_steps: Number of steps of the epoch, which may have been aborted. An execution of several steps counts in
             full.
         """
 

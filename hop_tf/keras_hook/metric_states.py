@@ -65,7 +65,7 @@ class MetricStates:
         return [each.shape for each in values] == [each.shape for each in self.values]
 
     def results_of(self, values: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """The results, by name, if the states had these values. Results of other states are left out."""
+        """The results, by name, if the states had these values. Metrics whose states are not sums are left out."""
         mapping = [(v, keras.ops.cast(value, v.dtype)) for v, value in zip(self._variables, values, strict=True)]
         with _without_results(self._others), keras.StatelessScope(state_mapping=mapping):
             results = self._model.get_metrics_result()

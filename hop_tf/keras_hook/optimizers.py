@@ -240,7 +240,7 @@ def descent_of(optimizer: Any, variables: Sequence[tf.Variable]) -> Descent | No
 
 
 def is_adaptive(optimizer: Any) -> bool:
-    """True if the optimizer is, or derives from, one of Keras's whose steps hardly depend on the gradients' sizes."""
+    """True if the optimizer is, or derives from, a Keras optimizer whose steps hardly depend on gradient sizes."""
     classes = (getattr(keras.optimizers, name, None) for name in _ADAPTIVE)
     return isinstance(innermost(optimizer), tuple(each for each in classes if each is not None))
 
@@ -262,7 +262,7 @@ def check_loss_scaling(optimizer: Any) -> None:
 
 
 def scaled(optimizer: Any, gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Gradients multiplied with the loss scale of `optimizer`, as it expects them."""
+    """Gradients multiplied by the loss scale of `optimizer`, as the optimizer expects them."""
     scale = loss_scale(optimizer)
     return list(gradients) if scale is None else [each * tf.cast(scale, each.dtype) for each in gradients]
 

@@ -2,7 +2,7 @@
 
 Trained weights belong to the strategy. Everything else belongs to the program, and only the program knows how ranks
 should combine it: a moving mean is averaged, a queue of features is not. Keras's own layers are known. For other state,
-the program sets the way by `add_weight(aggregation=...)` or by `hop_tf.state`.
+the program chooses by `add_weight(aggregation=...)` or by `hop_tf.state`.
 """
 
 from __future__ import annotations

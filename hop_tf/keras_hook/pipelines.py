@@ -30,7 +30,7 @@ def _operations(dataset: tf.data.Dataset) -> set[str]:
 
 
 def reads_generator(dataset: tf.data.Dataset) -> bool:
-    """True if data come from a Python generator, as by `Dataset.from_generator`: it may be impossible to rewind."""
+    """True if data come from a Python generator (`Dataset.from_generator`), which may be impossible to rewind."""
     return any(_PYTHON_GENERATOR in _operations(each) for each in datasets_behind(dataset))
 
 
@@ -47,7 +47,7 @@ def reads_service(dataset: tf.data.Dataset) -> bool:
 def reads_workers(dataset: tf.data.Dataset) -> bool:
     """True if Keras made the dataset from a PyDataset with workers.
 
-    Such a dataset prefetches by itself. Batches read before an epoch begins would be of the workers' previous epoch.
+    Such a dataset prefetches by itself. Batches read before an epoch begins belong to the workers' previous epoch.
     """
     options = dataset.options()
     return options.autotune.enabled is False and options.threading.private_threadpool_size == 1

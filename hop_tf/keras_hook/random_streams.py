@@ -1,7 +1,7 @@
 """Random numbers of training steps: each replica draws its own, although all replicas have the same seeds and states.
 
 Replicas train on different rows. With the same seed, all of them would draw the same numbers. Row i of each replica
-would get the same dropout mask, the same noise and the same augmentation. So a constant of the replica is added to the
+would get the same dropout mask, the same noise and the same augmentation. So each replica adds its own constant to the
 seed of each draw in a training step. The constant is 0 for the first device of rank 0, which draws the same numbers as
 without a strategy. The states of generators are left alone. They stay equal on all ranks, because they are saved and
 restored.

@@ -38,7 +38,7 @@ class Roster:
         self._shares = shares
         self.is_in_use = False
 
-    # Variables are not created in the constructor: programs may still choose their devices.
+    # Variables are not created in the constructor: the program may still configure devices.
 
     @functools.cached_property
     def variable(self) -> tf.Variable:
@@ -82,7 +82,7 @@ class Roster:
     # In the graph.
 
     def growth(self) -> tf.Tensor:
-        """Emits the ops that divide the size of this rank's slice by its size if all ranks were present.
+        """Emits the ops that divide the size of this rank's slice by its size with all ranks present.
 
         The slice is that of the batch that is sliced next. A batch that was read ahead may have another slice.
         """
@@ -91,7 +91,7 @@ class Roster:
         return tf.where(self._in_use_variable.read_value(), 1 / part, 1.0)
 
     def follow(self, present: tf.Tensor) -> None:
-        """Emits the ops that let the ranks whose part is in a mean, and no others, share the next batch.
+        """Emits the ops that let only the ranks whose part is in a mean share the next batch.
 
         Args:
           present: For each rank, True if its part is in the mean. Equal on all ranks. If none is True, nothing changes.

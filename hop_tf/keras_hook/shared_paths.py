@@ -53,7 +53,7 @@ def has_callback(callbacks: Any, kind: type) -> bool:
 
 
 class CallbackPaths:
-    """The places that the callbacks of a `fit` write to, right before it begins.
+    """The places that the callbacks of a `fit` write to, right before the `fit` begins.
 
     Args:
       callbacks: The `callbacks` argument of `fit`.
@@ -104,7 +104,7 @@ def _redirect_files(callback: keras.callbacks.BackupAndRestore, path: str, own: 
 def _own_path(callback: keras.callbacks.Callback, path: str, rank: int) -> str:
     """The path that a callback of `rank` writes to in place of `path`.
 
-    A file goes to a folder `rank_<r>` next to it. A callback that fills a folder gets a folder `rank_<r>` in it, so
+    A file goes to a subfolder `rank_<r>` of its folder. A callback that fills a folder gets a subfolder `rank_<r>`, so
     that TensorBoard shows a run for each rank. `BackupAndRestore` removes its folder with everything in it. So another
     rank's folder is next to it.
     """

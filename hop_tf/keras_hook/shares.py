@@ -45,7 +45,7 @@ class BatchShares:
 
     @functools.cached_property
     def variable(self) -> tf.Variable:
-        """The shares, if they change. Not created in the constructor: programs may still choose their devices."""
+        """The shares, if they change. Not created in the constructor: the program may still configure devices."""
         with tf.init_scope(), tf.device("/cpu:0"):
             return tf.Variable(self._given, dtype=tf.int64, trainable=False, name="hop_tf_batch_shares")
 
@@ -71,7 +71,7 @@ class BatchShares:
 
     @property
     def of_ranks(self) -> list[int]:
-        """The present shares."""
+        """The current shares."""
         return self.variable.numpy().tolist() if self.is_automatic else self._given
 
     def part_of(self, ranks: Collection[int]) -> float:

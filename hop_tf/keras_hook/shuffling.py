@@ -34,7 +34,7 @@ def shuffled_alike(given: dict[str, Any], seed: int | None) -> Iterator[None]:
     """Surrounds Keras's `fit`, which then shuffles arrays and PyDatasets in an order that `seed` determines.
 
     Args:
-      given: The arguments of `fit` by name. A PyDataset of known length as `x` is replaced.
+      given: The arguments of `fit` by name. If `x` is a PyDataset of known length, it is replaced.
       seed: The seed, or None to let Keras shuffle as usual.
     """
     if seed is None or not given.get("shuffle", True):
@@ -114,11 +114,11 @@ def _wrapped_get_tf_dataset(method: Callable) -> Callable:
         seed, _of_this_thread.seed = _of_this_thread.seed, None
         if seed is None:
             return method(self)
-        # The adapter lives as long as the dataset. With a seed of tf.random.shuffle, all epochs would be the same.
+        # The adapter lives as long as the dataset. A seed of tf.random.shuffle would give all epochs the same order.
         self.num_iterators = tf.Variable(0, dtype=tf.int64, trainable=False)
 
         def shuffle(indices: tf.Tensor) -> tf.Tensor:
-            # If each batch is shuffled by itself, its first index, if any, gives it an order of its own.
+            # If Keras shuffles within each batch, the first index of a batch, if any, gives the batch its own order.
             key = tf.stack([seed ^ tf.reduce_sum(indices[:1]), self.num_iterators.read_value()])
             return tf.random.experimental.stateless_shuffle(indices, key)
 
@@ -134,7 +134,7 @@ def _wrapped_get_tf_dataset(method: Callable) -> Callable:
 
 
 def _wrapped_get_iterator(method: Callable) -> Callable:
-    """Gives each iterator an order of its own. Elements are not counted: tf.data reads some that Keras never uses."""
+    """Counts iterators, to give each its own order. Elements do not count: tf.data reads some that Keras never uses."""
 
     @functools.wraps(method)
     def get_iterator(self):

@@ -62,7 +62,7 @@ class StepSkipping:
         """Called with the optimizer of the step that is being traced. `in_fit` is True for a step of `fit`.
 
         Raises:
-          ValueError: If the step cannot be skipped: it is no step of `fit`, or it updates by several optimizers.
+          ValueError: If the step cannot be skipped: it is no step of `fit`, or it uses several optimizers.
         """
         if not in_fit:
             raise ValueError(
@@ -82,16 +82,16 @@ class StepSkipping:
         Args:
           catch_up: Function of the optimizer. It emits ops that return the number of updates to skip next, an int64
             scalar, and that may change any variable.
-          takes_count: True if the optimizer keeps the iterations that `catch_up` has assigned. Default False: its
-            iterations count the skipped steps.
+          takes_count: True if the optimizer keeps the iterations that `catch_up` has assigned. Default False: the
+            optimizer's iterations advance by the skipped steps.
         """
         self._catch_up = catch_up
         self._takes_count = takes_count
 
     def fall_behind(self) -> None:
-        """Skips the steps of one update, and then of as many updates as `catch_up` returns, until it returns 0.
+        """Skips the rest of an update. Then skips as many updates as `catch_up` returns, until it returns 0.
 
-        Called between two steps, which may belong to the same update. `let_catch_up` comes first.
+        Called between two steps, which may belong to the same update, and after `let_catch_up`.
         """
         size = gradient_accumulation_steps(self._optimizer)
         self._num_left.assign(size - int(iterations_variable(self._optimizer)) % size)
@@ -183,7 +183,7 @@ class StepSkipping:
             iterations.assign(num_passed)  # `catch_up` may have assigned another rank's count.
 
     def _fill_metrics(self, value: float, *, has_none: bool = False) -> None:
-        """Gives all floating-point metrics a value. With `has_none`, the next step begins the metrics anew.
+        """Sets all floating-point metric states to a value. With `has_none`, the next step that runs resets them to 0.
 
         Integers cannot be nan. For these, `fit` puts nan into the logs of the epoch.
         """

@@ -71,7 +71,7 @@ def is_built(model: keras.Model) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Assigned:
-    """A trained variable that a step has assigned before the update, or may have.
+    """A trained variable that a step has assigned, or may have assigned, before the update.
 
     Attributes:
       variable: The variable.
@@ -93,9 +93,9 @@ class StepTrace:
       comes_first: Operations that run before the rest of the step.
       started_at: `tf.timestamp()` at the start of the step; None if nothing needs it.
       num_updates: Optimizer updates seen so far.
-      updated: The algorithms of the groups that were updated so far.
+      updated: The algorithms whose variables were updated so far.
       states_of_model: The model's states, and marked variables outside of it; see `read_states`.
-      has_ended: True when the step is traced, or has failed.
+      has_ended: True after the trace of the step has ended or failed.
       reads_before_decay: True if `before_decay` is needed for all weights, not only for assigned ones.
 
     Args:
@@ -122,8 +122,8 @@ class StepTrace:
         self._before_assignment: dict[int, tf.Tensor] = {}
         self._before_decay: dict[int, tf.Tensor] = {}
         self._is_updating = False
-        self._assigned_after: dict[int, tf.Variable] = {}  # Used eagerly. A graph's operations show assignments.
-        self._assigned_between: dict[int, tf.Variable] = {}  # Before an update of other variables.
+        self._assigned_after: dict[int, tf.Variable] = {}  # Only in eager execution. A graph shows its assignments.
+        self._assigned_between: dict[int, tf.Variable] = {}  # After their update, before an update of others.
         # The updated variables, each with the number of its assignments in the graph at the time of the update.
         self._updated: dict[int, tuple[tf.Variable, int]] = {}
         self._alike: dict[int, int] = {}  # Number of assignments to each handle when copies were last equal.
@@ -171,7 +171,8 @@ class StepTrace:
         """The states that ranks average together with the weights, and that no optimizer's exchange has claimed.
 
         A statistic of Keras's layers counts if the step, as far as it is traced, assigns it. The statistics of a frozen
-        layer do not change. In eager execution there is no graph to inspect: the statistics of layers that train count.
+        layer do not change. In eager execution there is no graph to inspect, so the statistics of all trainable layers
+        count.
 
         Args:
           trained: The variables that the optimizer updates.
@@ -231,7 +232,7 @@ class StepTrace:
         return [Assigned(v, self._before_assignment.pop(id(v)), value) for v, value in zip(noted, now, strict=True)]
 
     def assigned_on_devices(self) -> list[tf.Variable]:
-        """Untrained float variables with a copy on each device that the step has assigned since `note_alike`."""
+        """Untrained float variables, copied on each device, that the step has assigned since `note_alike`."""
         if self._graph is None:
             return [state.variable for state in self.states_of_model if _is_copied_state(state.variable)]
         counts = _num_assignments(self._graph)

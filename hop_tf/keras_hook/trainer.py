@@ -145,7 +145,7 @@ def _adopt(optimizer: BaseOptimizer, strategy: tf.distribute.Strategy) -> None:
 
 @contextlib.contextmanager
 def _undecorated(model: keras.Model) -> Iterator[None]:
-    """Removes `@tf.function` from the model's `train_step`: `fit` compiles the step, and updates must not be nested."""
+    """Removes `@tf.function` from the model's `train_step`: `fit` compiles it, and nested functions must not update."""
     train_step = inspect.getattr_static(model, "train_step")
     if not isinstance(train_step, tf.types.experimental.PolymorphicFunction):
         yield
@@ -158,7 +158,7 @@ def _undecorated(model: keras.Model) -> Iterator[None]:
 
 
 class _First(keras.callbacks.Callback):
-    """Tells a strategy that an epoch's steps are made, before the later callbacks see model and metrics."""
+    """Tells a strategy that steps or an epoch have ended, before later callbacks see the model and the metrics."""
 
     async_safe = True  # Keras may read metrics late: this callback only counts steps.
 
@@ -227,7 +227,7 @@ def _between(callbacks: Any, hooks: TrainingHooks, model: keras.Model) -> Iterat
     """Yields the user's callbacks between `_First` and `_Last`."""
     first, last = _First(hooks), _Last(hooks)
     for each in (first, last):
-        each.set_model(model)  # Keras does so with callbacks in a list only, not with those in a `CallbackList`.
+        each.set_model(model)  # Keras sets the model of callbacks in a list, but not in a `CallbackList`.
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         yield [first, *(tf.nest.flatten(callbacks) if callbacks is not None else ()), last]
         return
@@ -324,7 +324,7 @@ def _until_stopped(steps: Iterator, hooks: TrainingHooks, epoch: TFEpochIterator
 def _size_of_execution(epoch: TFEpochIterator) -> int:
     """The number of steps of the next execution: fewer than usual if the data has fewer batches left."""
     size, num_batches = epoch.steps_per_execution, epoch._num_batches
-    num_before = epoch._steps_seen - size  # Keras has counted a full one. `steps_per_epoch` shortens no execution.
+    num_before = epoch._steps_seen - size  # Keras counts full executions. `steps_per_epoch` shortens none of them.
     return min(size, num_batches - num_before) if num_batches else size
 
 
@@ -337,7 +337,7 @@ def _refuse_outside_step(optimizer: BaseOptimizer) -> None:
 
 
 def _wrapped_update(method: Callable) -> Callable:
-    """Refuses updates outside of `run`: a custom loop that makes them would train this rank alone."""
+    """Refuses updates outside of `run`: a custom loop with such updates would train this rank alone."""
 
     @functools.wraps(method)
     def update(self, *args, **kwargs):

@@ -123,7 +123,7 @@ class Twin:
 
     def _cut(self, joined: Sequence[tf.Tensor]) -> Iterator[tuple[int, tf.Tensor]]:
         """Undoes `join`: yields the index of each variable and its part."""
-        shapes = {shape: tf.constant(shape, tf.int32) for shape in set(map(tuple, self._shapes))}  # Often few.
+        shapes = {shape: tf.constant(shape, tf.int32) for shape in set(map(tuple, self._shapes))}  # Few are different.
         for group, value in zip(self._groups, joined, strict=True):
             if len(group) == 1:
                 yield group[0], value

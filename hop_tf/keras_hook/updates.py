@@ -61,9 +61,9 @@ def update(
 ) -> None:
     """Emits one complete update of some variables, as `optimizer.apply` makes it.
 
-    That includes decay, step, moving averages, constraints, and the count of steps. Gradients are neither scaled nor
-    accumulated. For a `LossScaleOptimizer`, gradients must not be clipped yet: they are clipped here. An update with
-    gradients that are not finite is then left out. No strategy's hooks see the update.
+    The update includes decay, step, moving averages, constraints, and the count of steps. Gradients are neither scaled
+    nor accumulated. For a `LossScaleOptimizer`, gradients must not be clipped yet: they are clipped here. If its
+    gradients are not finite, the update is left out. No strategy's hooks see the update.
 
     Args:
       optimizer: The optimizer, built.
@@ -104,7 +104,7 @@ def follows_weights(kind: type) -> bool:
     update of two weights that differ by 1, with equal gradients. It runs at once, even while a graph is traced.
 
     Args:
-      kind: The class. The result is True if the test fails, as for a class that needs arguments.
+      kind: The class. The result is True if the test raises an error, as for a class that needs arguments.
     """
     with tf.init_scope(), as_own_updates(), _in_replica():
         # Named, because Keras numbers objects without a name: the test must not change the names of other objects.
@@ -183,7 +183,7 @@ def out_of_place(optimizer: Any) -> Iterator[None]:
 
 
 def _in_replica() -> contextlib.AbstractContextManager:
-    """A replica context, which optimizers need, also between two steps."""
+    """A replica context, which optimizers need even between two steps."""
     if tf.distribute.get_replica_context() is not None:
         return contextlib.nullcontext()
     return one_device_strategy._OneDeviceReplicaContext(tf.distribute.get_strategy())

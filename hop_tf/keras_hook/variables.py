@@ -20,11 +20,11 @@ def is_own(name: str | None) -> bool:
 
 
 def made_beside_the_trace() -> contextlib.AbstractContextManager:
-    """A context in which a `tf.function` under trace does not notice variables that are created eagerly.
+    """A context in which a `tf.function` does not notice, while it is traced, variables that are created eagerly.
 
     A function that creates variables is traced twice, because their initial values may have to be lifted out of its
-    graph. A step's variables (slots, metrics, what a strategy keeps) are created in `tf.init_scope`, with values that
-    exist already. A second trace would change nothing, and would double the time until training begins.
+    graph. A step's variables (slots, metrics, a strategy's own variables) are created in `tf.init_scope`, with values
+    that exist already. A second trace would change nothing, and would double the time until training begins.
     """
     return contextlib.nullcontext() if tf.executing_eagerly() else tf.variable_creator_scope(_make)
 

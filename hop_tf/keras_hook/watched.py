@@ -60,7 +60,7 @@ class Watch:
         self._watched: dict[int, weakref.ref[tf.Variable]] = {}
         self._groups: weakref.WeakSet[WatchedGroup] = weakref.WeakSet()
         self._values: list[tuple[tf.Variable, tf.Tensor]] = []
-        # With the value before, if undone assignments are ignored.
+        # Each with its value before the assignment, if undone assignments are ignored.
         self._assigned: dict[int, tuple[weakref.ref[tf.Variable], tf.Tensor | None]] = {}
         # For each variable that a `tf.function` assigns: a flag, true if the function has run since `forget`.
         self._in_functions: dict[int, tuple[weakref.ref[tf.Variable], tf.Variable]] = {}
@@ -128,7 +128,7 @@ class Watch:
         if id(variable) not in self._in_functions:
             self._in_functions[id(variable)] = _until_gone(self._in_functions, variable), _make_flag(False)
         self._in_functions[id(variable)][1].assign(True)
-        self._set_flags(variable)  # A loop may read only these flags.
+        self._set_flags(variable)  # A graph that was traced earlier reads only these flags.
 
     def _set_flags(self, variable: tf.Variable, is_assigned: bool = True) -> None:
         for flags, index in self._places(id(variable)):
@@ -140,7 +140,7 @@ class Watch:
         return [(group.flags, group.keys.index(key)) for group in groups]
 
     def flags_of(self, keys: Iterable[int]) -> dict[int, tf.Variable]:
-        """The flags of functions that assign some of these watched variables."""
+        """The flag of each of these watched variables that a `tf.function` assigns, by the variable's `id`."""
         if not self._in_functions:
             return {}
         return {key: self._in_functions[key][1] for key in keys if key in self._in_functions}
@@ -202,7 +202,7 @@ class WatchedGroup:
 
     @functools.cached_property
     def flags(self) -> tf.Variable:
-        """For each variable, true if it was assigned since `forget`. Created when a graph first asks."""
+        """For each variable, true if it was assigned since `forget`. Created when a graph first asks for it."""
         return _make_flag([self._watch.has_assigned(key) for key in self.keys])
 
     @property
