@@ -40,7 +40,7 @@ def make_order(
 
     Args:
       host: Name of the other machine, for errors.
-      script: Path of the script there, from the working directory of this process.
+      script: Path of the script there, relative to the working directory of this process.
       arguments: Arguments of the script.
       environment: Variables that are set in addition to those of the other machine.
       num_workers: Number of workers there.
