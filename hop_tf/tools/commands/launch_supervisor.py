@@ -126,7 +126,7 @@ class Restarts:
         return _NOBODY_LEFT if self._would_train_alone(task) else ""
 
     def _would_train_alone(self, task: Task) -> bool:
-        """True if no other worker runs or will run again, because at least one has succeeded."""
+        """True if no other worker runs, and at least one has succeeded, so that it is not started again."""
         others = [process for other, process in self._processes.items() if other.type == "worker" and other != task]
         is_done = any(process.exit_code == 0 for process in others)
         return task.type == "worker" and is_done and not any(process.running for process in others)

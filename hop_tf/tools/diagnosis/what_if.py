@@ -135,7 +135,8 @@ class WhatIf:
     def recommend(self) -> Plan | None:
         """The settings of `PipeSGDStrategy` with the shortest step, by the timing model.
 
-        Returns None if too little is recorded. The model assumes that ranks are alike, encoding costs nothing, and no link is shared.
+        Returns None if too little is recorded. The model assumes that ranks are alike, encoding costs nothing, and no
+        link is shared.
         """
         latency = _median([each.round_trip_seconds for each in self._measured.values()], math.nan) / 2
         rate = _median(list(sending_rates(self._job, self._measured).values()), math.nan)

@@ -67,8 +67,8 @@ def predict_step(
       settings: Its arguments.
       measurement: The links and sizes, and the step of a rank like most others.
       durations: Array [n, T], the seconds for which each rank computes in each step. Default: all steps of all ranks
-        are the measurement's, and the costs are those in the long run. Possible only for strategies whose ranks average
-        together.
+        are the measurement's, and the costs are those in the long run. This default is possible only for strategies
+        whose ranks average together.
       num_servers: The number of parameter servers, for SHAT.
 
     Raises:

@@ -28,9 +28,8 @@ from hop_tf.topology import resolve
 
 # A message of at most this many bytes is a header.
 _HEADER_BYTES = 64
-# Only a part of a longer vector is sent, and its bytes count for the whole vector. These are the numbers of values in
-# the part: for each rank of an all-reduce, for sparse vectors (more, because few of them are sent, behind a header),
-# and under Hop.
+# Only a part of a longer vector is sent, and its bytes count for the whole vector. The part's number of values: for
+# each rank of an all-reduce, for sparse vectors (more, because few of them are sent, behind a header), and under Hop.
 _VALUES_OF_RANK, _SPARSE_VALUES, _HOP_VALUES = 2048, 1 << 16, 64
 _FIRST_STEPS = 3
 # The first delay gives ranks spare time. After this many delays they have used it up, unless windows are only slightly

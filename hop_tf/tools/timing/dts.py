@@ -32,7 +32,7 @@ from hop_tf.tools.timing.costs import FLOAT32_BYTES, NetworkCosts, Step, all_red
 from hop_tf.tools.timing.schedules import lock_step_seconds, non_computing_seconds
 
 CODECS = ("identity", "int8", "top_k")
-# A schedule repeats itself after a cycle. In the first half of this number of cycles it settles.
+# A schedule repeats itself after a cycle. It settles in the first half of this number of cycles.
 _CYCLES = 20
 
 
@@ -84,8 +84,8 @@ def predict_dts(
 ) -> DTSPlan:
     """Predicts the times of settings. A window leaves when its last step has ended: nothing overlaps.
 
-    With `codecs.TopK` a rank selects changes in that step itself. The model assumes that this takes as long as encoding
-    and decoding.
+    With `codecs.TopK`, a rank selects changes in the window's last step itself. The model assumes that this takes as
+    long as encoding and decoding.
 
     Args:
       network: The costs of communication.

@@ -33,7 +33,7 @@ _SHARED_SECONDS = 0.05  # Enough for many turns of ranks that share a processor.
 # The least share of a long all-reduce that counts as sending. It keeps noise on a busy machine from making a rate
 # infinite.
 _MIN_SENDING_SHARE = 0.1
-# The number of latest steps of each rank that are looked at.
+# The number of latest steps of each rank that are used.
 _MAX_STEPS = 64
 
 
@@ -103,7 +103,7 @@ class Measurement:
         return FLOAT32_BYTES * self.num_bytes / self.bytes_per_value
 
     def durations(self, num_steps: int) -> np.ndarray:
-        """Steps of all ranks, drawn from the measured ones: array [world_size, num_steps]. Equal for each call.
+        """Steps of all ranks, drawn from the measured ones: array [world_size, num_steps], equal in all calls.
 
         Steps that were made at the same time stay together. All steps are drawn once before any is drawn again.
         """
@@ -211,7 +211,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
             mesh_slowdown=in_mesh / in_ring,
         ),
         step=Step.of_computing(compute_seconds),
-        # gamma already has the cost of adding.
+        # gamma already includes the cost of adding.
         codec_seconds_per_byte={name: max(0.0, cost - gamma) for name, cost in zip(costs, costs_of_all, strict=True)},
         rank_seconds=rank_seconds,
     )
