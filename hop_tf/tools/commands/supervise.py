@@ -21,7 +21,8 @@ from hop_tf.records.events import process_name
 from hop_tf.tools.commands import running_ranks
 from hop_tf.transport.reports import ReportReader
 
-# The job counts as ended when no rank has answered for this time. For a shorter time, all ranks may be busy.
+# The job counts as ended when no rank has answered for this time. All ranks may be too busy to answer for a shorter
+# time.
 _END_SECONDS = 5.0
 _WIDTH = 140  # The width of a table that is not shown on a terminal.
 _LANE = "bytes_sent_on_lane_"

@@ -302,8 +302,8 @@ class _Job:
         return lock_step_seconds(np.tile(own, 2), latency_seconds=float(np.mean(result.min(axis=0))))
 
     def _slow_links(self) -> Iterator[Finding]:
-        # The usual values are those of most links. If all links of a rank are slow, they are those of links between the
-        # other ranks.
+        # The usual values are those of most links. If all links of a rank are slow, the usual values are those of links
+        # between the other ranks.
         usual = _quantile([each.bytes_per_second for each in self._links.values()], 75, "higher")
         round_trip = _quantile([each.round_trip_seconds for each in self._links.values()], 25, "lower")
         least = max(_SLOW_LINK * round_trip, _LEAST_ROUND_TRIP_SECONDS)

@@ -1,4 +1,4 @@
-"""`meet`: a rendezvous of processes that know only the address of process 0. Each sends its own and gets all."""
+"""`meet`: a rendezvous of processes that know only process 0's address. Each sends its own address and gets all."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _hop(settings: Mapping, measurement: Measurement, durations: np.ndarray) -> 
         num_values=round(measurement.num_bytes / FLOAT32_BYTES),
     )
     num_bytes = degree(settings.get("topology", "ring_based"), measurement.world_size) * measurement.num_bytes
-    # Others may run ahead for a while, but in the long run all are as slow as the slowest rank.
+    # Other ranks may run ahead for a while, but in the long run all are as slow as the slowest rank.
     # Memory: parameters that a rank sends, the change that it gets, and updates that have come.
     return Outcome(float(found.rank_seconds.max()), num_bytes, 2 + found.most_updates, found.made_share)
 

@@ -14,7 +14,7 @@ prints them per second, divided by the duration of a step. It prints 4 instead o
 two vectors. Ours are one, also with momentum.)
 
 The table's times hold for D < p. Otherwise several windows are in flight at a time. They share the wait for the first
-one. They also share the links, which must have sent a window's bytes when the next window comes.
+one. They also share the links, which must have sent a window's bytes by the time at which the next window comes.
 
 References:
   Distributed Training across the World. 2019. Table 1, section 3.

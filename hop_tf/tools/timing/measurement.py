@@ -50,8 +50,8 @@ class Measurement:
       codec_seconds_per_byte: For each codec, with its defaults, the time for which a rank encodes and decodes, per byte
         of float32. Predictions for other settings of a codec use the same time.
       bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. With mixed types, the mean.
-      rank_seconds: For each rank, the durations of its latest steps without waits, equally many of each rank. The steps
-        of a column were made at the same time. Empty: all steps of all ranks take `step.seconds`.
+      rank_seconds: For each rank, the durations of its latest steps without waits, equally many for each rank. The
+        steps of a column were made at the same time. Empty if all steps of all ranks take `step.seconds`.
 
     Raises:
       ValueError: If `rank_seconds` does not have equally many steps of `world_size` ranks.
