@@ -84,7 +84,7 @@ def _of_running_job(arguments: argparse.Namespace) -> Sequence[str]:
 
     awaited: dict[int, collections.Counter] = collections.defaultdict(collections.Counter)
     before = _read(arguments)
-    begin = now = time.monotonic()  # After the first look, because ranks that do not answer delay it.
+    begin = now = time.monotonic()  # After the first look, because ranks that do not answer delay that look.
     while now < begin + arguments.seconds:
         time.sleep(min(_LOOK_SECONDS, arguments.seconds))
         now, after = time.monotonic(), _read(arguments)

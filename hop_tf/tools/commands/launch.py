@@ -32,7 +32,7 @@ _UNCAUGHT_EXCEPTION = 1
 # The time for reading the last lines of a process after its end.
 _OUTPUT_SECONDS = 0.5
 _NOTHING = re.compile(r"(?!)")
-# Pattern for a part of file names: it marks files of processes that were started again.
+# Pattern of the part of a file name that marks the files of restarted processes.
 _RESTARTS = ".restart*"
 
 
@@ -144,7 +144,7 @@ class _Launcher:
         return supervisor
 
     def _start(self, tasks: Sequence[Task], server: ProcessServer, readers: contextlib.ExitStack) -> None:
-        """Starts a process for each task. The reader of their output is closed with `readers`."""
+        """Starts a process for each task. The reader of the processes' output is closed with `readers`."""
         self._outputs.update({task: self._open_output(task) for task in tasks})
         outputs = [self._outputs[task] for task in tasks]
         readers.callback(OutputReader(outputs, show=self._show).close)
@@ -155,7 +155,7 @@ class _Launcher:
             output.close_write_end()
 
     def _start_again(self, task: Task, server: ProcessServer, readers: contextlib.ExitStack) -> None:
-        server.remove([self._processes[task]])  # A stray child process may hold its port.
+        server.remove([self._processes[task]])  # A stray child process may hold the task's port.
         self._wait_for_output(task)
         self._flush(self._outputs[task])
         self._earlier[task].append(self._report_task(task, ended_by_launcher=False))
@@ -174,7 +174,7 @@ class _Launcher:
     def _make_commands(self, stack: contextlib.ExitStack) -> dict[Task, Command]:
         """Makes the commands that start the tasks. On this machine, ports are reserved until `stack` is closed."""
         options = self._options
-        # With these, lines appear when they are printed, and a crash in native code prints a traceback.
+        # With these variables, lines appear as soon as they are printed, and a crash in native code prints a traceback.
         defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
         if options.hosts is not None:
             return host_commands(
@@ -193,7 +193,7 @@ class _Launcher:
         return {task: Command(argv, environment) for task, environment in environments.items()}
 
     def _file_environment(self, task: Task) -> dict[str, str]:
-        """The variables that tell a process on this machine the paths of its files for the report."""
+        """The variables with the paths of the files that a process on this machine writes for the report."""
         if not self._options.is_local or task.type != "worker":
             return {}
         paths = {STACKS_VARIABLE: self._path(task, "stacks")}
@@ -205,7 +205,7 @@ class _Launcher:
         return TaskOutput(name=str(task), log_path=self._path(task, "log"), num_kept_lines=1)
 
     def _path(self, task: Task, suffix: str) -> str:
-        """The path of a file of a task's present or next process."""
+        """The path of a file that a task's current or next process writes."""
         number = len(self._earlier[task])
         return os.path.join(self._log_dir, f"{task.file_stem}{f'.restart{number}' if number else ''}.{suffix}")
 
@@ -260,10 +260,10 @@ class _Launcher:
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """Collects the signals that ask this process to end, instead of ending."""
+    """Collects the signals that ask this process to end. They do not end the process."""
     received: list[int] = []
     signums = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # It is ignored under nohup.
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup` makes processes ignore it.
         signums.append(signal.SIGHUP)
     previous = {signum: signal.signal(signum, lambda number, _: received.append(number)) for signum in signums}
     try:

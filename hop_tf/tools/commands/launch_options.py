@@ -50,8 +50,8 @@ class LaunchOptions:
       script_arguments: Arguments of the script.
       num_workers: Number of workers, at least 1.
       num_ps: Number of parameter servers, which run the same script.
-      devices_per_worker: The number of its machine's GPUs that each worker gets. Without GPUs, the number of its
-        logical devices. None: its part of the GPUs.
+      devices_per_worker: The number of GPUs that each worker gets. On a machine without GPUs, the number of a worker's
+        logical devices. None: each worker gets its part of the machine's GPUs.
       log_dir: Directory for logs and `launch.json`, or None for a new temporary one.
       timeout_seconds: Time after which the whole job is ended, or None for no limit.
       python: The Python interpreter.
@@ -60,7 +60,7 @@ class LaunchOptions:
       restart: The number of times that each process is started again after it has failed. The others run on.
       hosts: The machines, which run `num_workers` workers together, or None for this one.
       environment: Variables to set for all processes.
-      is_verbose: True to show the whole output of processes at once, without a table or a filter.
+      is_verbose: True to show the whole output of processes immediately, without a table or a filter.
 
     Raises:
       ValueError: If a value is out of range, the script is missing, a slowdown names a rank that does not exist, or

@@ -117,8 +117,8 @@ class TableConsole(Console):
 class WaitWatch:
     """Asks the ranks of a job, now and then, which ranks they wait for. Use as a context manager.
 
-    A rank that refuses, for instance without the cluster token in `HOP_TF_CLUSTER_TOKEN`, is not asked again. A rank
-    that only takes too long to answer is asked again.
+    A rank that refuses to answer is not asked again, for instance if `HOP_TF_CLUSTER_TOKEN` is not the cluster token. A
+    rank that only takes too long to answer is asked again.
 
     Args:
       configs: The `TF_CONFIG` of each process.

@@ -18,7 +18,7 @@ from hop_tf.tools.processes.local_cluster import Task
 
 TIMEOUT_EXIT_CODE = 124
 
-# Above this the emulated compute, which sleeps, no longer determines the duration of a step.
+# If cores are busier, emulated compute, which sleeps, no longer determines the duration of a step.
 MAX_BUSY_PERCENT = 70.0
 
 _SAMPLE_SECONDS = 0.5
@@ -38,7 +38,7 @@ class ProcessorUse:
     """The use of the cores.
 
     Attributes:
-      busy_percent: The percentage of time in which the cores available to this process worked, for any program. The
+      busy_percent: The percentage of time in which the cores available to this process were busy, with any program. The
         mean over the cores.
       period: "steps", from the first to the last training step of any worker, or "job" if no steps were recorded.
     """
@@ -56,7 +56,7 @@ class ProcessorMeter:
         self._busy_and_total: list[tuple[float, float]] = []
 
     def sample(self) -> None:
-        """Takes a reading, unless the last one is fresh."""
+        """Takes a reading, unless the last one is less than `_SAMPLE_SECONDS` old."""
         if not self._times or time.monotonic() - self._times[-1] >= _SAMPLE_SECONDS:
             self._take()
 
@@ -89,7 +89,7 @@ class ProcessorMeter:
 
 
 def _disjoint_times(core) -> dict[str, float]:
-    """The times of a core that add up to its total time. Guests' times are left out: the user's contain them."""
+    """The times of a core that add up to its total time. Guest times are left out, because user times contain them."""
     return {name: value for name, value in core._asdict().items() if not name.startswith("guest")}
 
 
@@ -130,8 +130,8 @@ class TaskReport:
         return f"{text} (ended by the launcher)" if self.ended_by_launcher else text
 
     def saying(self, words: str) -> str:
-        """The text with the last words, to append to `how`, or to a line that ends with it."""
-        # The last line before a signal is no cause of the signal.
+        """The text with the last words, to append to `how`, or to a line that ends with `how`."""
+        # The last line before a signal is not the cause of the signal.
         return f", printed last: {words}" if self.exit_code < 0 else f": {words}"
 
     @property

@@ -11,14 +11,14 @@ from hop_tf.tools.commands.launch_report import Outcome
 from hop_tf.tools.processes.group import Process, ProcessServer
 from hop_tf.tools.processes.local_cluster import Task
 
-# After a failure the others get this time to notice it themselves and report it.
+# After a failure, the other processes have this time to notice and report the failure themselves.
 _REPORT_SECONDS = 5.0
 # The time that a process gets to end after it was asked to.
 _TERMINATION_SECONDS = 8.0
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 # The pause before a process is started again. It doubles with each restart, up to the longest one. After a process has
-# worked for `_GOOD_WORK_SECONDS`, the pause is the first one again.
+# worked for `_GOOD_WORK_SECONDS`, its next pause is the first one again.
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _GOOD_WORK_SECONDS = 60.0
@@ -41,9 +41,9 @@ class Limits:
 class Restarts:
     """Starts failed processes again.
 
-    A parameter server ends by itself when all workers have ended. It is started again if a worker that runs was started
-    later. This is no failure. A killed worker is no failure either if the others have done their part without it. The
-    exception is worker 0, which saves.
+    A parameter server ends by itself when all workers have ended. It is started again if a running worker was started
+    later. This restart does not count as a failure. A killed worker does not count as a failure, either, if the other
+    workers have done their part without it. The exception is worker 0, because it saves the model.
 
     Args:
       limit: The number of times that each process is started again after it has failed.
@@ -66,8 +66,8 @@ class Restarts:
         self._start = start
         self._describe = describe
         self._say = say
-        self._num_failures = dict.fromkeys(processes, 0)  # Failures after which there was, or will be, a restart.
-        self._num_quick = dict.fromkeys(processes, 0)  # Of these, the latest ones after short runs.
+        self._num_failures = dict.fromkeys(processes, 0)  # Failures that led, or will lead, to a restart.
+        self._num_quick = dict.fromkeys(processes, 0)  # Of these, the ones since the last long run.
         self._due: dict[Task, float] = {}
         self._killed: set[Task] = set()
         self._given_up: set[Task] = set()
@@ -126,7 +126,7 @@ class Restarts:
         return _NOBODY_LEFT if self._would_train_alone(task) else ""
 
     def _would_train_alone(self, task: Task) -> bool:
-        """True if no other worker runs, and at least one is done, and so is not started again."""
+        """True if no other worker runs, and at least one has succeeded, so that it is not started again."""
         others = [process for other, process in self._processes.items() if other.type == "worker" and other != task]
         is_done = any(process.exit_code == 0 for process in others)
         return task.type == "worker" and is_done and not any(process.running for process in others)
@@ -157,7 +157,7 @@ class Supervisor:
       processes: The processes of the job. A task's new process replaces its earlier one in this mapping.
       limits: The conditions under which the job is ended.
       restarts: Starts failed processes again.
-      signals: The signals to this process that ask it to end, in order. The caller adds to the list.
+      signals: The signals that have asked this process to end, in order. The caller appends to the list.
       say: Prints a line.
 
     Attributes:

@@ -1,9 +1,9 @@
 """`python -m hop_tf plan`: the best strategies and settings for a script, its model and its links.
 
-The script is started as by `hop_tf launch`. When its first `fit` has ended, the ranks measure their links and steps.
-Rank 0 then prints the costs of the settings in `hop_tf.planning`. On a cluster, setting the environment variable
-HOP_TF_PLAN=1 for every rank does the same. With `--num_parameters` the command starts nothing, and the user gives all
-numbers.
+The command starts the script in the same way as `hop_tf launch`. When its first `fit` has ended, the ranks measure
+their links and steps. Rank 0 then prints the costs of the settings in `hop_tf.planning`. On a cluster, setting the
+environment variable HOP_TF_PLAN=1 for every rank does the same. With `--num_parameters` the command starts nothing, and
+the user gives all numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `hop_tf plan`. Returns the exit code.
 
     Args:
-      argv: The arguments, those of `hop_tf launch` or given numbers.
+      argv: The arguments: those of `hop_tf launch`, or numbers instead of measurements.
     """
     from hop_tf.tools.commands import launch
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_readers(addresses: Sequence[str], arguments: argparse.Namespace) -> list[ReportReader]:
-    """Returns readers of the ranks at some addresses. The caller must close them. Raises as `CommunicationOptions`."""
+    """Returns a reader for each address. The caller must close the readers. Raises as `CommunicationOptions`."""
     token = arguments.token or os.environ.get("HOP_TF_CLUSTER_TOKEN")
     credentials = _credentials(arguments)
     return [ReportReader(each, token, credentials) for each in addresses]

@@ -1,9 +1,9 @@
 """`python -m hop_tf supervise`: the progress of the ranks of a running job, under any strategy.
 
-Every rank reports its counters (`strategy.report()`) to any client with the cluster's token. Nothing is changed, and no
-message of the training passes through here.
+Every rank reports its counters (`strategy.report()`) to any client with the cluster's token. The command changes
+nothing in the job, and no message of the training passes through it.
 
-The distance of a rank behind the others is its `staleness`, if its strategy has one, as asynchronous Canary does.
+The distance of a rank behind the others is its `staleness` if its strategy reports one, like asynchronous Canary.
 Otherwise it is the largest iteration among the ranks that have answered, minus the rank's own.
 """
 
@@ -21,7 +21,8 @@ from hop_tf.records.events import process_name
 from hop_tf.tools.commands import running_ranks
 from hop_tf.transport.reports import ReportReader
 
-# The job counts as ended when no rank has answered for this time. For a shorter time, all ranks may be busy.
+# The job counts as ended when no rank has answered for this time. All ranks may be too busy to answer for a shorter
+# time.
 _END_SECONDS = 5.0
 _WIDTH = 140  # The width of a table that is not shown on a terminal.
 _LANE = "bytes_sent_on_lane_"
@@ -120,7 +121,7 @@ def _show_json(reports: Sequence[Mapping]) -> None:
 
 
 def _make_table_printer() -> Callable[[Sequence[Mapping]], None]:
-    """Returns a function that draws a table, in place on a terminal, or as plain text without `rich`."""
+    """Returns a function that draws a table: in place on a terminal, or as plain text if `rich` is missing."""
     try:
         from rich.console import Console
         from rich.live import Live

@@ -18,10 +18,10 @@ from hop_tf.records.events import Kind
 from hop_tf.records.log import JobLog
 from hop_tf.tools.diagnosis.steps import Steps
 
-# The most steps of a rank that are looked at, evenly spread.
+# The maximum number of a rank's steps that are analyzed, evenly spread.
 _MAX_STEPS = 400
 # Tolerance for times, because durations are stored as float32. It must be short: a message that came after a wait's end
-# did not cause that end. If two ranks wait for each other, the other one's next message comes a latency later.
+# did not cause that end. If two ranks wait for each other, the peer's next message comes only a latency later.
 _TOLERANCE_SECONDS = 1e-4
 
 

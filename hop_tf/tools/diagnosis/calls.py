@@ -1,4 +1,4 @@
-"""The text of calls that make a strategy. Users can paste them, and they keep the job's settings."""
+"""The text of calls that make a strategy. Users can paste these calls, which keep the job's settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kept_settings(strategy: str, settings: Mapping[str, object], other: str) -> 
         return {}
     own, others = _defaults(strategy), _defaults(other)
     if strategy != other:
-        others.pop("interval", None)  # One for Hop does not suit DTS, which hides windows for longer.
+        others.pop("interval", None)  # Hop's interval does not suit DTS, which hides windows for longer.
     return {name: value for name, value in settings.items() if name in others and value != own.get(name)}
 
 
@@ -35,7 +35,7 @@ def tell_call(strategy: str, settings: Mapping[str, object]) -> str:
 
 
 def _defaults(strategy: str) -> dict[str, object]:
-    """The values that are recorded for arguments that are not given, by name."""
+    """The values that are recorded for omitted arguments, by name."""
     parameters = inspect.signature(getattr(hop_tf, strategy)).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     if defaults.get("codec", AUTO) != AUTO:

@@ -31,14 +31,14 @@ SLOW_STEP = 1.5
 # A link is slow if its rate, or round trip, is this many times worse than that of good ones. Flows that share a network
 # differ by less.
 _SLOW_LINK = 3.0
-# Over a long link, a message may take this many times the sum of its connection's slow start and its usual time.
+# A message over a long link may take this many times the sum of TCP's slow start and the message's usual time.
 _SPARE = 1.5
 # Shorter round trips measure threads, not a link.
 _LEAST_ROUND_TRIP_SECONDS = 2e-3
-# The two kinds of waiting: for the work of others, and for messages that others had sent (communication that is not
-# hidden).
+# The two kinds of waiting: for the work of others, and for messages that others had already sent (communication that is
+# not hidden).
 FOR_OTHERS, ON_ITS_WAY = "waiting for others", "waiting for data in flight"
-# Users would not try more at once.
+# The maximum number of findings, because users would not try more changes at once.
 _MOST_FINDINGS = 2
 # The most ranks without records that are named.
 _MOST_NAMED = 8
@@ -84,7 +84,8 @@ class Diagnosis:
 
     Attributes:
       step_seconds: The time of a step, the mean over steps and ranks.
-      findings: The causes of lost time, the worst first. Empty: there is nothing to gain, as far as ranks have records.
+      findings: The causes of lost time, the worst first. Empty if there is nothing to gain on the ranks that have
+        records.
       changes: The one or two changes that are expected to help most, the best first. Empty if no change helps, or the
         job cannot be simulated.
       facts: Sentences about where the time went, one or two in a line.
@@ -123,7 +124,7 @@ def diagnose(job: JobLog) -> Diagnosis:
 
 
 class _Job:
-    """The numbers of a job that has steps."""
+    """The analysis of a job that has recorded steps."""
 
     def __init__(self, job: JobLog, steps: Mapping[int, Steps]):
         self._job = job
@@ -204,7 +205,7 @@ class _Job:
         return sum(blame.links.values()) / blame.num_steps / self._seconds[index]
 
     def _for_what(self, index: int, waited: float) -> str:
-        """Names the process that a rank waits for most, and its wait for messages in flight (not hidden)."""
+        """Names the process that a rank waits for most, and the rank's wait for messages in flight (not hidden)."""
         blame, seconds = self._blame[index], self._seconds[index]
         shares = {cause: each / blame.num_steps / seconds for cause, each in blame.own.items() if cause != index}
         on_its_way = self._on_its_way(index)
@@ -295,19 +296,20 @@ class _Job:
         own, result = common
         place = list(self._steps).index(index)
         others = np.delete(own, place, axis=0)
-        # "Like the others" is the time of another rank, taken in turn, in that step.
+        # In each step, the rank gets the time of one of the others, each in turn.
         own[place] = others[np.arange(others.shape[1]) % len(others), np.arange(others.shape[1])]
-        # The schedule counts only the second half of its steps, so each step is given twice.
+        # The schedule counts only the second half of its steps, so all steps are passed twice.
         return lock_step_seconds(np.tile(own, 2), latency_seconds=float(np.mean(result.min(axis=0))))
 
     def _slow_links(self) -> Iterator[Finding]:
-        # The usual values are those of most links. If all links of a rank are slow, those between the others.
+        # The usual values are those of most links. If all links of a rank are slow, the usual values are those of links
+        # between the other ranks.
         usual = _quantile([each.bytes_per_second for each in self._links.values()], 75, "higher")
         round_trip = _quantile([each.round_trip_seconds for each in self._links.values()], 25, "lower")
         least = max(_SLOW_LINK * round_trip, _LEAST_ROUND_TRIP_SECONDS)
         long = [each for each in self._links.values() if each.round_trip_seconds > least]
         narrow = [each for each in self._links.values() if each.bytes_per_second * _SLOW_LINK < usual]
-        # Over a long link, connections take time until they are fast. That is no lack of bandwidth.
+        # A connection over a long link is slow at first. This is not a lack of bandwidth.
         narrow = [
             each
             for each in narrow
@@ -328,7 +330,7 @@ class _Job:
             yield self._slow_link("latency", links, what, longest / round_trip, advice, round_trip_seconds=round_trip)
 
     def _by_process(self, slow: Sequence[Link]) -> Iterator[Sequence[Link]]:
-        """Groups slow links by their cause: all links of a process, because of its machine, or single links."""
+        """Groups slow links: all links of a process if all are slow, because of its machine, or single links."""
         left = list(slow)
         for index in range(len(self._job.processes)):
             of_process = [link for ends, link in self._links.items() if index in ends]
@@ -414,7 +416,7 @@ class _Job:
 
 
 def _common(steps: Mapping[int, Steps]) -> tuple[np.ndarray, np.ndarray] | None:
-    """Own and waiting seconds, [ranks, steps], of the common steps. None if they are few, or ranks differ in speed."""
+    """Own and waiting seconds, [ranks, steps], of steps that all ranks have. None if few, or ranks differ in speed."""
     tables = [{tuple(key): place for place, key in enumerate(each.keys.tolist())} for each in steps.values()]
     keys = sorted(set(tables[0]).intersection(*tables[1:]))
     means = [float(np.mean(each.seconds)) for each in steps.values()]

@@ -1,5 +1,6 @@
-"""Diagnosis of a running job's speed from its reports. It tells less than a diagnosis from records, but needs none.
+"""Diagnosis of a running job's speed from its reports.
 
+It tells less than a diagnosis from records, but needs no records.
 Each rank counts its steps and their waiting time. Two reports, some time apart, tell what the rank did in between.
 """
 
@@ -37,7 +38,7 @@ def diagnose_reports(
     Args:
       before: The reports of ranks and parameter servers. Reports of processes that did not answer have a `problem`.
       after: Later reports of the same processes.
-      seconds: The time between the two.
+      seconds: The time between the earlier and the later reports.
       awaited: For each rank, the number of times that it was seen waiting for each other process in that time.
     """
     # A process that does not answer cannot say if it is a rank or a server.
@@ -115,7 +116,7 @@ def _standing_still(ranks: Sequence[_Process], seconds: float, awaited: Mapping)
 
 
 def _slow_ranks(ranks: Sequence[_Process]) -> Iterator[str]:
-    """Names the rank that takes longest on its own, by the same thresholds as for records."""
+    """Names the rank whose own work takes longest, by the same thresholds as for records."""
     if len(ranks) < 2:
         return
     slowest = max(ranks, key=lambda rank: rank.own)

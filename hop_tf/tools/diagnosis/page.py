@@ -14,7 +14,7 @@ from hop_tf.tools.diagnosis.findings import Diagnosis, duration, rate
 from hop_tf.tools.diagnosis.links import Link, measure_links
 from hop_tf.tools.diagnosis.steps import steps_of
 
-# The most points of a line. The slowest of the steps that share a point is shown.
+# The maximum number of points of a line. If steps share a point, the slowest is shown.
 _MOST_POINTS = 300
 _NUM_COLORS = 8
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 760, 230, 64, 34, 8

@@ -1,8 +1,8 @@
 """The rates at which processes have sent large messages: alone, and to several others at once over a network card.
 
-Rates higher than the recorded ones are not known, so no link or card is assumed to be faster than it was seen. A link's
-rate is that of the messages with the fewest others at the same time. A card's rate is that of all messages together
-that left at the same time.
+A link or card may be faster than recorded, but its recorded rate is assumed. A link's rate is measured with the
+messages that had the fewest others at the same time. A card's rate is the total rate of messages that left at the same
+time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hop_tf.tools.diagnosis.links import LARGE_BYTES, Link, latencies
 # The rate of messages that leave at the same time is that of their fastest part. The part must have at least this share
 # of the bytes, because a single message may seem fast by chance.
 _LEAST_PART = 0.25
-# Longer runs of messages are looked at in parts of this size.
+# Longer runs of messages are divided into parts of this size.
 _MOST_MESSAGES = 64
 # A link's rate is measured with this share of its messages: those with the fewest others at the same time.
 _LEAST_OF_LINK = 0.1
@@ -38,7 +38,7 @@ class _Sent:
 def sending_rates(job: JobLog, links: Mapping[tuple[int, int], Link]) -> dict[int, float]:
     """The typical rate at which each process has sent to all others together, in bytes per second.
 
-    For messages that leave at the same time, the rate is that of the fastest part, of at least a quarter of the bytes:
+    For messages that leave at the same time, the rate is that of the fastest part with at least a quarter of the bytes:
 
         rate  =  max over t, u of  (sum of bytes of all that left after t and had come by u) / (u - t)
 
@@ -110,7 +110,7 @@ def _rate(part: _Sent) -> float:
 def _company(sent: _Sent) -> np.ndarray:
     """For each message, the mean number of others in flight on the sender's other links during its time."""
     company = np.zeros(len(sent.begin))
-    # A message may overlap only with messages that began at most the longest duration before it.
+    # A message cannot overlap with messages that began more than the longest duration before it.
     longest = float(np.max(sent.end - sent.begin))
     first = np.searchsorted(sent.begin, sent.begin - longest)
     last = np.searchsorted(sent.begin, sent.end)

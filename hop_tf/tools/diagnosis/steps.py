@@ -10,7 +10,8 @@ from hop_tf.records.events import NONE, Kind
 from hop_tf.records.log import ProcessLog
 from hop_tf.records.sampling import is_recorded
 
-# The first steps of a process in a session are left out, because graphs are traced and ranks meet in them.
+# The first steps of a process in a session are left out, because they include tracing of graphs and the ranks' first
+# contact.
 _FIRST_STEPS = 3
 # The parts of a step, and their names for people.
 PARTS = {
@@ -24,7 +25,7 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """The steps of a rank, each from its begin to the next step's. Arrays with an element for each step.
+    """The steps of a rank, each from its begin to the begin of the next step. Each array has one element per step.
 
         seconds  =  compute + result + validation + callbacks + input + other
 
@@ -32,7 +33,7 @@ class Steps:
       keys: Session and step; int array [steps, 2].
       begin: The times at which they began.
       seconds: Their durations.
-      advance: The number of iterations to the next step: more than 1 if iterations were jumped over.
+      advance: The number of iterations to the next step: more than 1 if iterations were skipped.
       compute: The time until the gradients were computed.
       result: The time that the step then waited for other ranks.
       input: The time that Keras waited for the next step's batch.
@@ -106,7 +107,7 @@ def _begins(process: ProcessLog, computed: np.ndarray) -> np.ndarray:
 
 
 def _calls(process: ProcessLog, computed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The begin and end of the Keras call that each step was in, and True if the step was the first one in it."""
+    """The begin and end of the Keras call that each step was in, and True if the step was the call's first one."""
     calls = process.of_kind(Kind.STEP)
     if not calls.size:
         return computed["begin"], computed["begin"], np.zeros(len(computed), bool)

@@ -9,8 +9,8 @@ for other settings:
 
 If a job cannot be simulated, `WhatIf.recommend` asks the model of Pipe-SGD (`hop_tf.timing`).
 
-Rates higher than the recorded ones are not known: see `hop_tf.tools.diagnosis.sending`. So the expected effect of a
-change is more often too small than too large.
+Links may be faster than recorded: see `hop_tf.tools.diagnosis.sending`. So the expected effect of a change is more
+often too small than too large.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ LEAST_GAIN = 0.05
 # Kinds of findings that communication has caused.
 OF_LINKS = ("bandwidth", "latency", "communication")
 # The largest and smallest number of steps of a simulation, and the largest product of its steps and pairs of ranks.
-# With many ranks, each of which sends to all others, fewer steps are made, so that a simulation takes a second.
+# With many ranks, fewer steps are simulated, because each rank may send to all others. A simulation then takes a
+# second.
 _MOST_STEPS, _LEAST_STEPS, _MOST_PAIRS = 100, 25, 6400
 
 
@@ -55,7 +56,7 @@ class Change:
       strategy: Name of the strategy.
       settings: The arguments of the strategy.
       batch_shares: The part of a batch that each rank takes, or None for equal parts.
-      step_seconds: The expected time of a step, the mean over steps and ranks. Iterations that are jumped over count.
+      step_seconds: The expected time of a step, the mean over steps and ranks. Skipped iterations count, too.
     """
 
     text: str
@@ -96,7 +97,7 @@ class WhatIf:
         self.given = read_settings(about)
         self.settings = None if self.given is None else settings_in_effect(self.given, job.ranks[0].lines)
         self._num_values = sum(line["num_values"] for line in job.ranks[0].lines if line["kind"] == "group")
-        # The maximum, because ranks that jump over steps have made fewer.
+        # The maximum, because ranks that skip steps have made fewer.
         num_recorded = max(len(each.begin) for each in self._steps)
         self._num_steps = min(_MOST_STEPS, _MOST_PAIRS // self._world_size**2, num_recorded)
         self._num_processes = int(about["num_ranks"]) + int(about["num_servers"])
@@ -108,7 +109,7 @@ class WhatIf:
 
     @functools.cached_property
     def problem(self) -> str:
-        """The reason that the job cannot be simulated, or that its simulation is not trusted. Empty: there is none."""
+        """The reason that the job cannot be simulated, or that its simulation is not trusted. Empty if none."""
         if self.settings is None or not self._num_values:
             return "the records do not tell the strategy's settings"
         if self.strategy not in _candidates_of:
@@ -132,9 +133,10 @@ class WhatIf:
         return self._simulate()
 
     def recommend(self) -> Plan | None:
-        """The settings of `PipeSGDStrategy` with the shortest step, by its model. None if too little is recorded.
+        """The settings of `PipeSGDStrategy` with the shortest step, by the timing model.
 
-        The model assumes that ranks are alike, encoding costs nothing, and no link is shared.
+        Returns None if too little is recorded. The model assumes that ranks are alike, encoding costs nothing, and no
+        link is shared.
         """
         latency = _median([each.round_trip_seconds for each in self._measured.values()], math.nan) / 2
         rate = _median(list(sending_rates(self._job, self._measured).values()), math.nan)
@@ -222,7 +224,7 @@ class WhatIf:
             yield self._with_shares()
         for strategy, settings in _candidates_of[self.strategy](kind, is_always, self.settings):
             if strategy != self.strategy or any(self.settings.get(k) != v for k, v in settings.items()):
-                # The call names all settings, because ranks would choose the others anew.
+                # The call names all settings, because ranks would choose omitted ones anew.
                 whole = {**kept_settings(self.strategy, self.settings, strategy), **settings}
                 yield Change(tell_call(strategy, whole), strategy, whole)
 
@@ -293,7 +295,7 @@ class WhatIf:
             )
 
     def _all_links(self, changed: Mapping[tuple[int, int], Mapping[str, float]]):
-        """All links and the cards of all ranks. Links and cards without messages are like the median of the others."""
+        """All links and the cards of all ranks. Links and cards without messages get the median of the others."""
         from hop_tf.tools.simulate.training import Links
 
         shape = (self._world_size, self._world_size)
@@ -393,12 +395,12 @@ def _windows(strategy: str, settings: Mapping) -> Iterator[tuple[str, dict]]:
 def _waiting_less(kind: str, is_always: bool, settings: Mapping) -> Iterator[tuple[str, dict]]:
     """Settings of Hop with which ranks do not wait for a slow one."""
     if kind != "compute":
-        return  # Other causes than computing are mended at their source.
+        return  # Other causes than computing are fixed at their source.
     if not settings.get("num_backup_workers"):
         yield "HopStrategy", {"num_backup_workers": 1}
     if not is_always and not settings.get("max_staleness"):
         yield "HopStrategy", {"num_backup_workers": 1, "max_staleness": 4}
-    if settings.get("skip") is None:  # Without it, a rank that is slower on average delays all in the long run.
+    if settings.get("skip") is None:  # Without skipping, a rank that is slower on average delays all in the long run.
         from hop_tf.strategies.hop.settings import SkipIterations
 
         yield "HopStrategy", {"num_backup_workers": 1, "skip": SkipIterations()}

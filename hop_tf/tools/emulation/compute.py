@@ -1,8 +1,8 @@
 """Emulated compute in the training graph: steps that take longer without using the processor.
 
 With `hop_tf launch --step_seconds` and `--slowdown`, a rank's gradients arrive no sooner than the emulated time after
-the start of the step. Messages that a scheme sends at the start of a step leave then, as they would with real compute.
-So the behaviour of many uneven machines can be studied on few cores.
+the start of the step. Messages that a strategy sends at the start of a step leave at that time, as they would with real
+compute. So the behaviour of many uneven machines can be studied on few cores.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class EmulatedCompute(Plugin):
         """
         if not self._has_started:
             # Not in the constructor: between creating a strategy and training, programs may set a seed, for instance.
-            # That clears TensorFlow's caches of kernels, and was seen to crash a thread in its first operation.
+            # Setting a seed clears TensorFlow's caches of kernels, and was seen to crash a thread in its first
+            # operation.
             self._has_started = True
             self._thread.start()
         with tf.device("/cpu:0"):

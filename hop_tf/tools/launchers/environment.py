@@ -41,13 +41,13 @@ def cluster_from_environment(
 
     `mpirun` and torchrun do not tell the addresses of the other processes, so the processes meet. Process 0 listens at
     MASTER_ADDR and MASTER_PORT. Under `mpirun` the port is 29500 by default. Under torchrun it is MASTER_PORT + 1 if
-    torchrun itself listens at MASTER_PORT. HOP_TF_RENDEZVOUS_PORT overrides both. The other processes tell process 0
-    their addresses, each with a free port: the host in HOP_TF_HOST, or the address from which they connect. This takes
-    place once: a second call in a process returns the same addresses. Under Slurm, processes meet on the node of task
-    0, but only in jobs of several components and with `--distribution=plane`.
+    torchrun itself listens at MASTER_PORT. HOP_TF_RENDEZVOUS_PORT overrides both. Each other process tells process 0
+    its host and a free port. The host is that in HOP_TF_HOST, or the address from which the process connects. Processes
+    meet only once: a second call in a process returns the same addresses. Under Slurm, processes meet only in jobs of
+    several components and with `--distribution=plane`, on the node of task 0.
 
-    If processes do not meet, this process waits until its own name is known on its machine. If the other processes'
-    names do not stand for loopback addresses, this process's name must not either, unless it is "localhost".
+    If processes do not meet, this process waits until its own name resolves on its machine. The name must not resolve
+    to a loopback address if another process's name does not, unless it is numeric or "localhost".
 
     If the machine has several GPUs, and the launcher tells the process's number on its machine, the process gets one of
     them. Processes take GPUs in turn (CUDA_VISIBLE_DEVICES is set). So call this before TensorFlow uses a GPU.
@@ -55,9 +55,9 @@ def cluster_from_environment(
     Args:
       num_ps: The number of processes that are parameter servers: the last ones. With TF_CONFIG, which lists them, it
         must be 0 or their number. A process that is alone has none. Default 0.
-      cluster_token: A secret that all processes share. With it they prove to each other that they belong together when
-        they meet. For the training itself, give it to `CommunicationOptions`. Default None: the value of the
-        environment variable HOP_TF_CLUSTER_TOKEN, if it is set.
+      cluster_token: A secret that all processes share. When processes meet, they prove with it that they belong to the
+        same job. For the training itself, give it to `CommunicationOptions`. Default None: the value of the environment
+        variable HOP_TF_CLUSTER_TOKEN, if it is set.
       timeout_seconds: The time to wait for the other processes, or for the name. Default 60.
 
     Returns:
@@ -105,7 +105,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
     if place is not None:
         return place
     slurm = read_slurm(environ)
-    # In an allocation, `mpirun` starts its daemons by `srun`. Then Slurm's variables are those of the daemon.
+    # In a Slurm allocation, `mpirun` starts its daemons by `srun`. Slurm's variables are then those of the daemon.
     if slurm is not None and environ.get("PMI_SIZE", "").strip() in ("", str(slurm.num_processes)):
         return slurm
     place = variables.read_pmi(environ)
@@ -115,7 +115,7 @@ def find_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _note_on_slurm(place: Place | None) -> str:
-    """A hint for a process that Slurm has started once for all tasks, as it does a batch script. Otherwise empty."""
+    """A hint for a process that Slurm has started once for all tasks, as it starts a batch script. Otherwise empty."""
     num_tasks = os.environ.get("SLURM_NTASKS", "1")
     return "" if place is not None or num_tasks == "1" else f" This Slurm job has {num_tasks} tasks: use srun."
 

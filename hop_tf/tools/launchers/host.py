@@ -20,7 +20,7 @@ from hop_tf.transport.unauthenticated_peers import GREETING_SECONDS, MAX_UNAUTHE
 
 _POLL_SECONDS = 0.5
 _PAUSE_SECONDS = 0.1
-# Time to send a reply. It fits into the system's buffers, or the receiver reads it soon.
+# Time to send a reply. Replies fit into the system's buffers, or the receiver reads them soon.
 _REPLY_SECONDS = 5.0
 _MAX_NAMED = 20
 
@@ -91,7 +91,7 @@ class Host:
 
         Raises:
           DeadlineExceededError: If some processes have not come. The others get the same error.
-          ClusterConfigError: If some processes could not reach others at the addresses that those have told.
+          ClusterConfigError: If some processes have announced addresses at which others could not reach them.
 
         Blocks: until all have come, at most until `deadline`.
         """

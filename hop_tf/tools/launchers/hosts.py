@@ -8,7 +8,7 @@ import re
 
 from hop_tf.errors import ClusterConfigError
 
-# More than any job has. So a typo in a range raises an error, and does not fill the memory.
+# More hosts than any job has. With this limit, a typo in a range raises an error, and does not fill the memory.
 MAX_HOSTS = 65_536
 
 _OUTER_COMMA = re.compile(r",(?![^\[]*\])")

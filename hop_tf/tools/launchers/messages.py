@@ -65,7 +65,7 @@ def addresses_to_bytes(addresses: list[str]) -> bytes:
 
 
 def error_to_bytes(error: HopError) -> bytes:
-    """Returns the reply that tells the error because of which there is no list."""
+    """Returns the reply with the error that replaces the list."""
     return json.dumps({"error": str(error), "type": type(error).__name__}).encode()
 
 
@@ -73,7 +73,7 @@ def addresses_from_bytes(data: bytes) -> list[str]:
     """Returns the list in a reply.
 
     Raises:
-      HopError: If the reply tells an error instead. The type is that of the error, if it is known.
+      HopError: If the reply tells an error instead. The exception has the type of that error, if the type is known.
       ProtocolError: If the data is not a reply.
     """
     fields = _parse(data)

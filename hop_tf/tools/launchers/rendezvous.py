@@ -1,4 +1,4 @@
-"""`meet`: a rendezvous of processes that know only the address of process 0. Each tells its own and gets all."""
+"""`meet`: a rendezvous of processes that know only process 0's address. Each sends its own address and gets all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def meet(place: Place, *, num_ps: int, token: str | None, timeout_seconds: float
       timeout_seconds: The time to wait for the others.
 
     Returns:
-      "host:port" of every process, in order; and the reservation of this process's port, to be kept until it is in use.
+      "host:port" of every process, in order; and the reservation of this process's port, which the caller keeps until
+      the port is in use.
 
     Raises:
       DeadlineExceededError: If process 0, or others, do not arrive in time.
@@ -77,7 +78,8 @@ class _Guest:
                     stack.pop_all()
                     return addresses, self._port
                 except (OSError, ProtocolError) as error:
-                    # A ProtocolError is kept, because it is the most useful one. Later attempts may fail earlier.
+                    # A ProtocolError is kept, because it is the most useful error. Later attempts may fail at an
+                    # earlier stage.
                     if not isinstance(problem, ProtocolError):
                         problem = error
                     if time.monotonic() + pause_seconds >= deadline:

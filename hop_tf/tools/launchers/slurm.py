@@ -37,13 +37,14 @@ _COUNT = re.compile(r"(\d{1,18})(?:\(x(\d{1,18})\))?", re.ASCII)
 
 
 def read_slurm(environ: Mapping[str, str]) -> Place | None:
-    """The place that `srun` has given, or None if `srun` has not started this process.
+    """The place that `srun` has assigned to this process, or None if `srun` has not started it.
 
-    Task i of a node has the i-th of the step's reserved ports (`srun --resv-ports`). Without reserved ports, ports
-    follow from the numbers of the job, the step and the job's restarts, or count from HOP_TF_FIRST_PORT.
+    Task i of a node has the i-th of the step's reserved ports (`srun --resv-ports`). Without reserved ports, the first
+    port is HOP_TF_FIRST_PORT. If this is not set, the first port follows from the numbers of the job, the step and the
+    job's restarts.
 
-    In a job of several components, and with `--distribution=plane`, variables do not tell the nodes of tasks. Then the
-    place has no addresses, but a `master`: the first of these ports on the node of task 0.
+    In a job of several components, and with `--distribution=plane`, Slurm's variables do not tell which node a task
+    runs on. The place then has no addresses, but a `master`: the first of these ports on the node of task 0.
 
     Raises:
       ClusterConfigError: If variables are missing, malformed, or contradict each other.
@@ -80,7 +81,7 @@ def read_slurm(environ: Mapping[str, str]) -> Place | None:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The number of tasks of each node: "2(x3),1" are 2, 2, 2 and 1.
+    """The number of tasks of each node: "2(x3),1" gives 2, 2, 2 and 1.
 
     Raises:
       ClusterConfigError: If the text is not such a list, or has more tasks than any job.
@@ -98,8 +99,8 @@ def lay_out(counts: Sequence[int], distribution: str) -> list[tuple[int, int]]:
 
     Args:
       counts: The number of tasks of each node.
-      distribution: As `srun --distribution` takes it. With "cyclic" tasks go to the nodes in turn. Otherwise they fill
-        one node after another.
+      distribution: The value of `srun --distribution`. With "cyclic", tasks go to the nodes in turn. Otherwise they
+        fill one node after another.
     """
     tasks = [(node, local) for node, count in enumerate(counts) for local in range(count)]
     if _order(distribution) in _CYCLIC:
@@ -108,7 +109,7 @@ def lay_out(counts: Sequence[int], distribution: str) -> list[tuple[int, int]]:
 
 
 def _order(distribution: str) -> str:
-    """The order of tasks over nodes. The rest of the text is about sockets and cores."""
+    """The order of tasks over nodes, from a distribution. The rest of the text is about sockets and cores."""
     return re.split("[:,]", distribution.strip().lower())[0]
 
 

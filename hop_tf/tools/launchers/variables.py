@@ -33,7 +33,7 @@ class Place:
       num_processes: The number of processes.
       local_number: The number of the process among those of its machine, or None if the launcher does not tell it.
       num_local: The number of processes on its machine, or None if the launcher does not tell it.
-      addresses: "host:port" of all, in order, or None if the launcher does not tell the hosts of the others.
+      addresses: "host:port" of all processes, in order, or None if the launcher does not tell the hosts of the others.
       master: Host and port at which process 0 waits for the others, if there are no addresses and several processes.
     """
 
@@ -78,7 +78,7 @@ def read_addresses(environ: Mapping[str, str]) -> Place | None:
 
 
 def read_torchrun(environ: Mapping[str, str]) -> Place | None:
-    """The place that torchrun, or a launcher with the same variables, has given. None without RANK.
+    """The place that torchrun, or a launcher with the same variables, has given. None if RANK is not set.
 
     Raises:
       ClusterConfigError: If variables are missing or contradict each other.
@@ -90,7 +90,7 @@ def read_torchrun(environ: Mapping[str, str]) -> Place | None:
 
 
 def read_open_mpi(environ: Mapping[str, str]) -> Place | None:
-    """The place that Open MPI's mpirun has given. None without OMPI_COMM_WORLD_RANK.
+    """The place that Open MPI's mpirun has given. None if OMPI_COMM_WORLD_RANK is not set.
 
     Raises:
       ClusterConfigError: If variables are missing or contradict each other.
@@ -103,9 +103,10 @@ def read_open_mpi(environ: Mapping[str, str]) -> Place | None:
 
 
 def read_pmi(environ: Mapping[str, str]) -> Place | None:
-    """The place that a launcher with PMI (MPICH's mpirun, Intel's) or PMIx has given. None without PMI_RANK, PMIX_RANK.
+    """The place that a launcher with PMI (MPICH's or Intel's mpirun) or PMIx has given.
 
-    PMIx sets no variable to the number of processes. So OMPI_COMM_WORLD_SIZE or WORLD_SIZE must be set to it.
+    Returns None if neither PMI_RANK nor PMIX_RANK is set. PMIx sets no variable to the number of processes, so
+    OMPI_COMM_WORLD_SIZE or WORLD_SIZE must hold this number.
 
     Raises:
       ClusterConfigError: If variables are missing or contradict each other.

@@ -17,7 +17,7 @@ class Change:
       task: The training task.
       points: Percentage points above the reference. Negative: below.
       section: The section of `docs/measurements.md` that describes the measurement.
-      reference: The training that it is compared with.
+      reference: The training that the accuracy is compared with.
     """
 
     task: str

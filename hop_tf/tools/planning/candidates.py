@@ -76,7 +76,7 @@ class Candidate:
 
     @property
     def needs(self) -> str:
-        """The machines that the strategy needs in addition to the ranks. Empty: none."""
+        """The machines that the strategy needs in addition to the ranks. Empty if none."""
         place = "machines of their" if self.num_servers > 1 else "a machine of its"
         return f"{self._servers} on {place} own" if self.num_servers else ""
 
@@ -98,7 +98,7 @@ def candidates(measurement: Measurement) -> list[Candidate]:
 
 def _pipe_sgd(measurement: Measurement) -> Iterator[Candidate]:
     for width, codec in itertools.product((1, 2), _PIPE_CODECS):
-        settings = {"pipeline_width": width, "codec": codec}  # Without the codec, even None, ranks would choose one.
+        settings = {"pipeline_width": width, "codec": codec}  # Also if None: ranks choose a codec that is omitted.
         segments = [{"num_segments": number} if number > 1 else {} for number in (_SEGMENTS if width == 1 else (1,))]
         yield _shortest(_name("pipe", width, codec), "PipeSGDStrategy", settings, measurement, segments)
 

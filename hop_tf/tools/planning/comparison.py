@@ -85,9 +85,10 @@ def predict(candidate: Candidate, measurement: Measurement) -> Prediction:
 def best(predictions: Sequence[Prediction], number: int = 3) -> list[Prediction]:
     """Returns the best settings of each strategy, the fastest first.
 
-    Within a strategy, settings that come later in the order of `compare` change training more. They must save enough
-    time, by the rule of ranks that choose by measured times (`hop_tf.runtime.choosing`). Strategies within 2 % of the
-    fastest one count as equal, and so do those in each further 2 %. The order of `compare` then decides.
+    Within a strategy, settings that come later in the order of `compare` change training more. They are chosen only if
+    they save enough time, by the rule with which ranks choose by measured times (`hop_tf.runtime.choosing`). Strategies
+    within 2 % of the fastest one count as equal, and so do those in each further 2 %. The order of `compare` then
+    decides.
 
     Args:
       predictions: All predictions, as `compare` returns them.

@@ -67,8 +67,8 @@ def predict_step(
       settings: Its arguments.
       measurement: The links and sizes, and the step of a rank like most others.
       durations: Array [n, T], the seconds for which each rank computes in each step. Default: all steps of all ranks
-        are the measurement's, and the costs are those in the long run. Possible only for strategies whose ranks average
-        together.
+        are the measurement's, and the costs are those in the long run. This default is possible only for strategies
+        whose ranks average together.
       num_servers: The number of parameter servers, for SHAT.
 
     Raises:
@@ -107,7 +107,7 @@ def _hop(settings: Mapping, measurement: Measurement, durations: np.ndarray) -> 
         num_values=round(measurement.num_bytes / FLOAT32_BYTES),
     )
     num_bytes = degree(settings.get("topology", "ring_based"), measurement.world_size) * measurement.num_bytes
-    # Others may run ahead for a while, but in the long run all are as slow as the slowest rank.
+    # Other ranks may run ahead for a while, but in the long run all are as slow as the slowest rank.
     # Memory: parameters that a rank sends, the change that it gets, and updates that have come.
     return Outcome(float(found.rank_seconds.max()), num_bytes, 2 + found.most_updates, found.made_share)
 

@@ -195,13 +195,13 @@ def host_commands(
       tasks: The tasks of the job.
       options: The machines.
       python: The path of the interpreter on all machines.
-      script: The path of the script on all machines, from the working directory of this process.
+      script: The path of the script on all machines, relative to the working directory of this process.
       arguments: Arguments of the script.
       environment: Variables to set. The processes of this machine also inherit those of this process.
 
     Returns:
-      For a task of this machine, the command of the script itself. For others, that of the relay that runs the script
-      there.
+      For a task on this machine, the command that runs the script. For other tasks, the command of the relay that runs
+      the script there.
     """
     places = place_tasks(tasks, options)
     configs = make_tf_configs(tasks, [address for _, address in places.values()])

@@ -75,7 +75,7 @@ def thread_limits(num_workers: int) -> dict[str, str]:
     """Returns environment variables that let `num_workers` TensorFlow processes share this machine's cores.
 
     Every worker gets cores / num_workers threads per pool, at least one. TensorFlow's pool for whole operations
-    (inter-op) keeps at least two: with one, an operation that waits for a peer would stop other computation.
+    (inter-op) keeps at least two: with one thread, an operation that waits for a peer would stop other computation.
     """
     share = max(1, available_cores() // num_workers)
     return {

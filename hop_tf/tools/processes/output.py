@@ -115,14 +115,14 @@ class TaskOutput:
     def close_write_end(self) -> None:
         """Closes this process's copy of the write end.
 
-        Must be called after the start, so that the output ends when the process does.
+        Must be called after the process's start, so that the output ends when the process ends.
         """
         if self._write_end is not None:
             os.close(self._write_end)
             self._write_end = None
 
     def receive(self, data: bytes) -> list[str]:
-        """Takes bytes that were read, empty at the end. Returns the lines that they complete."""
+        """Takes bytes that were read, or none at the end of the output. Returns the lines that they complete."""
         with self._changed:
             lines = self._assembler.feed(self._decoder.decode(data, final=not data))
             if not data:

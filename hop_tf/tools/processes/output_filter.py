@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 _TRACEBACK = "Traceback (most recent call last):"
-# A traceback ends with its exception. One without an exception is held back for at most this many lines.
+# A traceback ends with its exception. A traceback without an exception is held back for at most this many lines.
 _MAX_TRACEBACK_LINES = 1000
 # The names of modules and of a class, and the first line of the message, if there is one.
 _EXCEPTION = re.compile(r"([A-Za-z_][\w.]*\.)?[A-Z]\w*(: .+)?$")
@@ -30,7 +30,8 @@ def is_left_out(line: str) -> bool:
 class OutputFilter:
     """Selects the lines of several processes' output that are shown.
 
-    A traceback is held back until it is complete. If it was shown before, of any process, a single line says so.
+    A traceback is held back until it is complete. If the same traceback was shown before, of any process, a single line
+    says so.
     """
 
     def __init__(self):
@@ -48,7 +49,7 @@ class OutputFilter:
         return [] if is_left_out(line) else [line]
 
     def flush(self, name: str) -> list[str]:
-        """Returns the lines that are held back, of a process whose output has ended."""
+        """Returns the lines that were held back for a process whose output has ended."""
         return self._held_back.pop(name, [])
 
     def forget(self, name: str) -> None:

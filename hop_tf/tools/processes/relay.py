@@ -1,8 +1,8 @@
 """A process that represents one on another machine: it runs `ssh`, and passes on signals, output and the exit code.
 
-It is run as a program, with the `ssh` command as its arguments. The order, a command for the other side (see
-`hop_tf.tools.processes.remote`, which runs there), is in an environment variable, because all users can see command
-lines. The program imports only the standard library, so that it starts at once.
+It is run as a program, with the `ssh` command as its arguments. The order describes the process that
+`hop_tf.tools.processes.remote` starts on the other side. It is in an environment variable, because all users can see
+command lines. The program imports only the standard library, so that it starts at once.
 
 Signals go as lines to the other side, because `ssh` does not pass them on. If this process ends in any way, the other
 side sees the end of its input, or silence. It then ends the process that it has started.
@@ -36,8 +36,8 @@ _ENDING = {
 _CANNOT_START = 127
 # The exit code of `ssh` if `ssh` itself has failed.
 _SSH_FAILED = 255
-# Part of `ssh`'s message if the server closes the connection at once, as it does if many log in at a time
-# (MaxStartups).
+# Part of `ssh`'s message if the server closes the connection at once, as servers do if many clients log in at the same
+# time (MaxStartups).
 _TURNED_AWAY = b"exchange_identification"
 _MAX_RETRIES = 10
 _PAUSE_SECONDS = (0.5, 1.5)

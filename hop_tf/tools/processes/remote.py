@@ -2,7 +2,8 @@
 
 It is run as a program by `ssh`. The first line of its input is the order: the command to start the process. The next
 lines are signals, and empty lines as heartbeats of the launcher. When the input ends, or is silent for a minute, the
-process is killed with all of its group. If this program is killed, its `ProcessServer` does the same.
+process is killed with all of its group. If this program is killed, its `ProcessServer` kills the process in the same
+way.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def make_order(
 
     Args:
       host: Name of the other machine, for errors.
-      script: Path of the script there, from the working directory of this process.
+      script: Path of the script there, relative to the working directory of this process.
       arguments: Arguments of the script.
       environment: Variables that are set in addition to those of the other machine.
       num_workers: Number of workers there.

@@ -28,8 +28,8 @@ import sys
 import traceback
 from collections.abc import Callable
 
-# Asks a process of `hop_tf.testing` for the stacks of its threads. Until a process has its handler, it ignores the
-# signal.
+# Asks a process of `hop_tf.testing` for the stacks of its threads. Until a process has installed its handler, it
+# ignores the signal.
 STACKS_SIGNAL = signal.SIGUSR1
 
 _LENGTH = struct.Struct("<I")

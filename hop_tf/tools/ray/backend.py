@@ -1,4 +1,4 @@
-"""`ClusterConfig`: makes the workers of a Ray Train job ranks of hop_tf. Without TensorFlow."""
+"""`ClusterConfig`: turns the workers of a Ray Train job into ranks of hop_tf. Without TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hop_tf.transport.addresses import host_of
 
 
 class ClusterConfig(BackendConfig):
-    """Makes the workers of a Ray Train job ranks.
+    """Turns the workers of a Ray Train job into ranks.
 
         trainer = TensorflowTrainer(train_loop, tensorflow_config=ClusterConfig(), scaling_config=scaling_config)
 
@@ -122,7 +122,7 @@ class _Job:
             self.servers.serve(environments, config.server_options, config.snapshots)
 
     def set_up(self, worker_group, index: int, rank: int, *, is_rejoining: bool = False) -> ray.ObjectRef:
-        """Makes the worker with this index in a group a rank. Returns the call's reference."""
+        """Turns the worker with this index in a group into a rank. Returns a reference to the call."""
         return worker_group.execute_single_async(
             index,
             worker.set_up,
@@ -136,7 +136,7 @@ class _Job:
         """Gives a restarted worker the rank and address of the worker that it replaces.
 
         Raises:
-          HopError: If it runs on another host, because the others look for it at its old address.
+          HopError: If the new worker runs on another host, because the others look for it at the old address.
         """
         rank = worker_group.execute_single(0, worker.own_rank)
         host = worker_group.execute_single(0, worker.own_host)
@@ -173,7 +173,7 @@ class _Backend(Backend):
             self._end_job()
 
     def _is_part(self, worker_group) -> bool:
-        """True if the group is only a worker that is started again, not all workers."""
+        """True if the group is a single restarted worker, not all workers."""
         return self.has_replica_groups and self._job is not None and len(worker_group) < self._job.num_workers
 
     def _end_job(self) -> None:

@@ -28,8 +28,8 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
         model.fit(x, y, epochs=10, callbacks=[hop_tf.tools.ray.ReportCheckpointCallback()])
 
     Pass it on all workers: Ray makes rank 0 wait for a worker without it. Only rank 0 reports its metrics and its
-    model. Other ranks wait neither for rank 0 nor for each other, and may make other numbers of epochs. So do not call
-    `ray.train.report` yourself.
+    model. Other ranks wait neither for rank 0 nor for each other, and may make different numbers of epochs. So do not
+    call `ray.train.report` yourself.
 
     A checkpoint holds `model.keras`, which `keras.models.load_model` reads. After Ray Train has started all workers
     again, the first `fit` of each goes on from the last checkpoint: its model, optimizer state and epoch. A worker that
@@ -46,7 +46,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
     Raises:
       ValueError: If an argument is out of range.
       RuntimeError: In `fit`, if this process is not a worker of Ray Train.
-      HopError: In `fit`, if the last checkpoint is not one of this callback.
+      HopError: In `fit`, if the last checkpoint was not written by this callback.
 
     Blocks: at the end of an epoch, on rank 0, until the checkpoint is in Ray's storage and all workers have begun their
     `fit`. While Ray restarts a single worker, rank 0 waits until that worker joins.
@@ -95,7 +95,7 @@ class ReportCheckpointCallback(keras.callbacks.Callback):
             ray.train.report(self._metrics)
 
     def _go_on(self) -> None:
-        """Goes on from the last checkpoint, or counts epochs as those ranks do that already train."""
+        """Goes on from the last checkpoint, or counts epochs like the ranks that already train."""
         checkpoint, attempt = ray.train.get_checkpoint(), current_attempt()
         if checkpoint is None:
             return

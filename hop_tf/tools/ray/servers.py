@@ -32,7 +32,7 @@ class _ParameterServer:
         return reserve_address()
 
     def serve(self, environment: dict[str, str], options: CommunicationOptions, snapshots: Any) -> None:
-        """Serves until the workers are done. Ray calls it again in a process that it has started again."""
+        """Serves until the workers are done. Ray calls it again after a restart of the process."""
         keep_port(environment)
         os.environ.update(environment)
         from hop_tf.cluster import Cluster  # TensorFlow must see the variables.

@@ -77,7 +77,7 @@ def keep_port(environment: Mapping[str, str]) -> None:
 
 
 def set_up(environment: Mapping[str, str], num_local: int, num_gpus: float, attempt: Attempt) -> None:
-    """Makes this process a rank.
+    """Turns this process into a rank.
 
     Limits of threads, and TensorFlow's visible GPUs, stay if they are already set.
 
@@ -97,7 +97,7 @@ def set_up(environment: Mapping[str, str], num_local: int, num_gpus: float, atte
 
 
 def _gpu_defaults(num_gpus: float) -> dict[str, str]:
-    """Variables that limit TensorFlow's GPUs. Without them it takes all GPUs, and all of their memory."""
+    """Variables that limit TensorFlow's GPUs. Without them, TensorFlow takes all GPUs and their memory."""
     if num_gpus == 0:
         return {"CUDA_VISIBLE_DEVICES": "-1"}
     return {"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if num_gpus < 1 else {}

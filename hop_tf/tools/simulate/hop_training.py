@@ -33,8 +33,8 @@ class Problem:
 
     Attributes:
       initial: float32 array [d], the parameters with which all ranks start.
-      change: `change(rank, step, x)` is the change by the optimizer's step at `rank` in iteration `step`, computed at
-        `x`: for plain gradient descent minus learning rate times gradient. Array [d].
+      change: `change(rank, step, x)` is the change that the optimizer of `rank` makes in iteration `step`, computed at
+        the parameters `x`. Array [d]. For plain gradient descent, it is minus the learning rate times the gradient.
     """
 
     initial: np.ndarray
@@ -52,7 +52,7 @@ class Fault:
       rank: The rank.
       seconds: The virtual time at which its process is killed.
       restart_seconds: The time from the death to the restart, or None for no restart.
-      reaches: The ranks that get the rank's messages that are in flight at its death. None: all.
+      reaches: The ranks that receive the messages that are in flight at the rank's death. None: all.
 
     Raises:
       ValueError: If a time is negative or not finite.
@@ -74,9 +74,9 @@ class HopSimulation:
     """The record of a simulation with n ranks.
 
     Attributes:
-      num_steps: Array [n]: the number of iterations that each rank was to make or jump over.
+      num_steps: Array [n]: the number of iterations that each rank was to make or skip.
       entered_seconds: Array [n, max(num_steps)]: the time at which each rank entered each iteration; nan if the rank
-        jumped over the iteration.
+        skipped the iteration.
       finished_seconds: Array [n]: the time at which each rank ended its last iteration; nan if the rank died and did
         not come back in time.
       largest_gap: Array [n, n]: the largest Iter(i) - Iter(j) while both trained.
@@ -95,7 +95,7 @@ class HopSimulation:
 
     @property
     def iterations_per_second(self) -> np.ndarray:
-        """Each rank's iteration speed, array [n]. Iterations that were jumped over count."""
+        """Each rank's iteration speed, array [n]. Skipped iterations count, too."""
         return self.num_steps / self.finished_seconds
 
 
@@ -119,12 +119,12 @@ def simulate_hop(
       world_size: Number of ranks.
       num_steps: The number of iterations of each rank, or a list with one number for each rank.
       compute: The durations of training steps: the launcher's emulation, or `compute(rank)`, which returns an iterator
-        of seconds, one for each step that the rank makes. Iterations that are jumped over use none of them.
+        of seconds, one for each step that the rank makes. Skipped iterations use none of these seconds.
       link_seconds: `link_seconds(sender, receiver, num_bytes)` is the latency of a message. Default: no time.
       sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is the time for which a message keeps its link
-        busy before its latency begins: bytes over bandwidth. Meanwhile other messages to the same rank wait. Tokens in
-        messages of their own do not wait behind updates. Simulated models are small, so use the bytes of your own model
-        in place of `num_bytes`. Default: no time.
+        busy before its latency begins: bytes divided by bandwidth. Meanwhile other messages to the same rank wait.
+        Tokens in messages of their own do not wait behind updates. Simulated models are small, so use the bytes of your
+        own model in place of `num_bytes`. Default: no time.
       problem: The problem to train. Default: nothing is learned, for runs that measure only speed.
       hosts: The host of each rank, for a hierarchical topology.
       faults: Ranks that die, and are started again. The others notice a death after two seconds, or through the
@@ -234,7 +234,7 @@ class Job:
         )
 
     def kill(self, rank: int, restart_seconds: float | None = None, reaches: Collection[int] | None = None) -> None:
-        """Ends the process of a rank that trains, as a `Fault` does. Called as an event."""
+        """Ends the process of a rank that trains, as a `Fault` does. Call it by `Scheduler.call_at`."""
         if self.cluster.kill(rank, reaches):
             self._record.leave(rank)
             if restart_seconds is not None:
@@ -270,7 +270,7 @@ class Job:
 
 
 class _Record:
-    """The iterations of all ranks, now and so far."""
+    """The current and past iterations of all ranks."""
 
     def __init__(self, world_size: int, num_steps: int):
         self.entered = np.full((world_size, num_steps), np.nan)

@@ -89,7 +89,7 @@ class Training(abc.ABC):
 
     @abc.abstractmethod
     def take_step(self, step: int, compute_seconds: float) -> int:
-        """Computes and communicates. Returns the number of steps that are jumped over."""
+        """Computes and communicates. Returns the number of skipped steps."""
 
     def train(self) -> None:
         """Makes all steps."""

@@ -1,4 +1,4 @@
-"""`catch_up`: a simulated rank begins again after its death, as a process does."""
+"""`catch_up`: a simulated rank begins again after its death, like a restarted process."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class Process:
     def _run(self) -> None:
         self._turn.acquire()
         try:
-            body, self._body = self._body, None  # So that its memory is freed when it has ended.
+            body, self._body = self._body, None  # So that the body's memory is freed when the body has ended.
             if not self._abandoned:
                 body()
         except _Abandoned:

@@ -28,12 +28,11 @@ from hop_tf.topology import resolve
 
 # A message of at most this many bytes is a header.
 _HEADER_BYTES = 64
-# Of longer vectors, only a part is sent, and its bytes count for the whole vector. The sizes of the part are values per
-# rank of an all-reduce, values of sparse vectors (more, because few of them are sent, behind a header), and values
-# under Hop.
+# Only a part of a longer vector is sent, and its bytes count for the whole vector. The part's number of values: for
+# each rank of an all-reduce, for sparse vectors (more, because few of them are sent, behind a header), and under Hop.
 _VALUES_OF_RANK, _SPARSE_VALUES, _HOP_VALUES = 2048, 1 << 16, 64
 _FIRST_STEPS = 3
-# After this many delays, ranks have used up the time that the first delay gives them, unless windows are only slightly
+# The first delay gives ranks spare time. After this many delays they have used it up, unless windows are only slightly
 # too slow.
 _TIMES_DELAY = 4
 
@@ -81,8 +80,8 @@ class Simulation:
     """The result of a simulated training.
 
     Attributes:
-      rank_seconds: Array [n]: the seconds of a step of each rank. Steps that were jumped over count.
-      made_share: The share of all steps that were made. The others were jumped over.
+      rank_seconds: Array [n]: the seconds of a step of each rank. Skipped steps count, too.
+      made_share: The share of all steps that were made. The others were skipped.
       most_updates: The most updates that a rank of Hop had in memory; 0 for other strategies.
     """
 
@@ -111,14 +110,15 @@ def simulate_training(
     num_values: int,
     recorders: MakeRecorder = lambda rank, scheduler: None,
 ) -> Simulation:
-    """Trains on a virtual clock until all ranks have made their steps. Ranks that finish early train on until then.
+    """Trains on a virtual clock until all ranks have made their steps. Ranks that finish early continue until then.
 
     Args:
       strategy: "PipeSGDStrategy", "DTSStrategy" or "HopStrategy".
       settings: Arguments of the strategy. Those that do not affect messages or their times are ignored.
       world_size: Number of ranks.
       num_steps: The number of steps of each rank that are measured, at least 2, rounded up to whole windows of DTS.
-        Steps that Hop jumps over count. A few steps come before them, until waits have reached their usual length.
+        Steps that Hop skips count, too. A few steps that are not measured come first, until waits have reached their
+        usual length.
       own: `own(rank)` yields, without an end, the seconds of the rank's own work in each step that it makes.
       links: The speed of messages.
       num_values: The number of float32 values that are exchanged.
@@ -178,7 +178,7 @@ class _Goal:
         return len(self._through) == len(self._begins)
 
     def simulation(self, ranks: Sequence[Training]) -> Simulation:
-        """The result of all steps except the first ones. A rank of Hop may jump over the first or last of them."""
+        """The result of all steps except the first ones. A rank of Hop may skip the first or last of them."""
         seconds, num_made, num_steps = [], 0, 0
         for begins in self._begins:
             first = max(step for step in begins if step <= self._first)

@@ -21,7 +21,7 @@ from hop_tf.transport.base import Handler, Message, PeerStatus, Transport
 
 
 class VirtualMonitor(Monitor):
-    """A monitor on a scheduler's clock. Only one process runs at a time, so its lock is always free.
+    """A monitor on a scheduler's clock. Only one process runs at a time, so the lock is always free.
 
     Args:
       scheduler: The clock.
@@ -80,9 +80,9 @@ class VirtualTransport(Transport):
         message nor a later one to that peer on that lane arrives, because messages keep their order.
       sending_seconds: `sending_seconds(sender, receiver, num_bytes)` is the time for which a message keeps the link
         busy, before `link_seconds` begin. Messages on one lane leave one after the other. Default: no time.
-      card_seconds: `card_seconds(sender, num_bytes)` is the time for which a message occupies the sender's card, if it
-        has the card to itself. Messages to several ranks at the same time share the card: see `Wires`. Default: no
-        time.
+      card_seconds: `card_seconds(sender, num_bytes)` is the time for which a message occupies the sender's network
+        card, if it has the card to itself. Messages to several ranks at the same time share the card: see `Wires`.
+        Default: no time.
       detection_seconds: The time from a rank's death until others can know of it.
       on_restart: See `QueueTransport`.
       pool: The source of the arrays of messages. Default: a pool of its own.
@@ -291,7 +291,7 @@ class VirtualTransport(Transport):
             self._scheduler.call_at(arrival, lambda: self._bring(sending))
 
     def _check(self, name: str, seconds: float, peer: int) -> None:
-        if not 0 <= seconds < math.inf:  # Checked here first, to make no text for some 100,000 messages.
+        if not 0 <= seconds < math.inf:  # Checked here first, to avoid a text for each of 100,000 messages.
             check_seconds(name, seconds, f" from rank {self._rank} to rank {peer}")
 
     def _bring(self, sending: Sending) -> None:
@@ -398,7 +398,7 @@ _NOTHING = np.empty(0, np.uint8)
 _NOTHING.flags.writeable = False
 
 
-# A wait without an end is found at once by the scheduler, so deadlines are not needed.
+# The scheduler finds an endless wait at once, so deadlines are not needed.
 _WITHOUT_DEADLINES = CommunicationOptions(timeout_seconds=1e9, progress_timeout_seconds=1e9)
 
 
@@ -461,7 +461,7 @@ class VirtualCluster:
         self._detection_seconds = detection_seconds
         self._network: dict[int, VirtualTransport] = {}
         self._cuts: dict[tuple[int, int], float] = {}
-        self._processes: dict[int, list[Process]] = {}  # The rank's own one is the first.
+        self._processes: dict[int, list[Process]] = {}  # The rank's main process is the first.
         self._num_servers = num_servers
         self.memberships: list[Membership] = []
         for rank in range(world_size):
@@ -483,7 +483,7 @@ class VirtualCluster:
         self._processes[rank] = [self.scheduler.spawn(f"rank {rank}", body)]
 
     def start_thread(self, rank: int, name: str, body: Callable[[], None]) -> _Thread:
-        """Starts a further process of a rank, which dies with it: see `ExchangeContext.start_thread`."""
+        """Starts a further process of a rank, which dies with the rank: see `ExchangeContext.start_thread`."""
         self._processes[rank].append(self.scheduler.spawn(f"{name} of rank {rank}", body))
         return _Thread()
 
@@ -517,7 +517,7 @@ class VirtualCluster:
                 self.scheduler.call_at(self.scheduler.now + number * look, self._wake_all)
 
     def kill(self, rank: int, reaches: Collection[int] | None = None) -> bool:
-        """Ends the process of a rank now, at any point. Returns False if it had ended. Call it by `call_at`.
+        """Ends the process of a rank now, at any point. Returns False if it had already ended. Call it by `call_at`.
 
         Args:
           rank: The rank.

@@ -1,4 +1,4 @@
-"""`Wires`: the times at which a rank's messages leave. Messages to one peer wait in turn; others share the card."""
+"""`Wires`: the times at which a rank's messages leave. Messages to one peer leave in turn. Peers share the card."""
 
 from __future__ import annotations
 

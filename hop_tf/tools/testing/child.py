@@ -16,10 +16,10 @@ import signal
 import sys
 from types import ModuleType
 
-# Equal to that in hop_tf.tools.processes.server, which this program must not import before `sys.path` is set.
+# Equal to `STACKS_SIGNAL` in hop_tf.tools.processes.server, which must not be imported before `sys.path` is set.
 _STACKS_SIGNAL = signal.SIGUSR1
 
-# The name under which the test's main module is loaded. As "__main__" its tests would run here.
+# The name under which the test's main module is loaded. Under the name "__main__", its tests would run here.
 _MAIN = "__hop_tf_test_main__"
 
 

@@ -38,7 +38,7 @@ class InProcessCluster:
         histories = InProcessCluster(4, make_strategy).run(train)
 
     Ranks share the global state of the process: environment variables, devices, and global random seeds
-    (`keras.utils.set_random_seed`). The ranks' draws come in any order, so give layers seeds of their own.
+    (`keras.utils.set_random_seed`). Ranks draw random numbers in any order, so give each layer a seed of its own.
 
     Args:
       num_workers: Number of ranks, at least 1.

@@ -222,7 +222,7 @@ class MultiProcessRunner:
     def wait_for_output(
         self, rank: int, pattern: str, timeout_seconds: float | None = None, *, task_type: str = "worker"
     ) -> re.Match:
-        """Waits until a process has printed a line in which `pattern` is found, now or earlier.
+        """Waits until a process has printed a line in which `pattern` is found. Earlier lines count, too.
 
         So a test acts at a known point of the program, not after some time.
 
@@ -406,7 +406,7 @@ def start_fork_server(*, preload: Sequence[str] = DEFAULT_PRELOAD) -> ProcessSer
 
 
 def stop_fork_server(*, preload: Sequence[str] = DEFAULT_PRELOAD) -> None:
-    """Ends the server that runners with this `preload` share. Otherwise it ends with the interpreter."""
+    """Ends the server that runners with this `preload` share. Without this call, it ends with the interpreter."""
     with _fork_servers_lock:
         server = _fork_servers.pop(tuple(preload), None)
         if server is not None:

@@ -7,7 +7,7 @@
     measurement          predictions and recommendations for a live cluster
     schedules            the engine: steps of ranks on links that are alike
 
-All times are in seconds and all sizes in bytes. Symbols of the papers in brackets.
+All times are in seconds and all sizes in bytes. Symbols of the papers are in brackets.
 """
 
 from hop_tf.tools.timing.costs import (

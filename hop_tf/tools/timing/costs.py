@@ -10,7 +10,8 @@ from hop_tf.codecs import Codec, Identity, Sparse
 from hop_tf.collectives.vectors import goes_sparse
 
 FLOAT32_BYTES = 4
-# Predictions are not finer than this. If settings differ by less, the one that changes training less is taken.
+# Predictions are not more accurate than this. If two settings differ by less, the one that changes training less is
+# chosen.
 RESOLUTION = 0.02
 # A backward pass takes about twice as long as a forward pass.
 FORWARD_SHARE = 1 / 3
@@ -206,7 +207,7 @@ def way_of(codec: Codec, algorithm: str, world_size: int, bytes_per_value: float
     check_not_negative("bytes_per_value", bytes_per_value)
     if isinstance(codec, Identity):
         encoded = bytes_per_value if codec == Identity() else codec.bytes_per_value
-        if algorithm == "ring":  # On half of their way vectors are float32 at least: see `Codec.for_sums`.
+        if algorithm == "ring":  # On half of their way, vectors are at least float32: see `Codec.for_sums`.
             encoded = (encoded + max(encoded, FLOAT32_BYTES)) / 2
         return algorithm, encoded / FLOAT32_BYTES
     if isinstance(codec, Sparse):

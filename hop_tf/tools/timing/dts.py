@@ -14,7 +14,7 @@ prints them per second, divided by the duration of a step. It prints 4 instead o
 two vectors. Ours are one, also with momentum.)
 
 The table's times hold for D < p. Otherwise several windows are in flight at a time. They share the wait for the first
-one. They also share the links, which must have sent a window's bytes when the next window comes.
+one. They also share the links, which must have sent a window's bytes by the time at which the next window comes.
 
 References:
   Distributed Training across the World. 2019. Table 1, section 3.
@@ -32,7 +32,7 @@ from hop_tf.tools.timing.costs import FLOAT32_BYTES, NetworkCosts, Step, all_red
 from hop_tf.tools.timing.schedules import lock_step_seconds, non_computing_seconds
 
 CODECS = ("identity", "int8", "top_k")
-# A schedule repeats itself after a cycle. In the first half of this number of cycles it settles.
+# A schedule repeats itself after a cycle. It settles in the first half of this number of cycles.
 _CYCLES = 20
 
 
@@ -84,8 +84,8 @@ def predict_dts(
 ) -> DTSPlan:
     """Predicts the times of settings. A window leaves when its last step has ended: nothing overlaps.
 
-    With `codecs.TopK` a rank selects changes in that step itself. The model assumes that this takes as long as encoding
-    and decoding.
+    With `codecs.TopK`, a rank selects changes in the window's last step itself. The model assumes that this takes as
+    long as encoding and decoding.
 
     Args:
       network: The costs of communication.

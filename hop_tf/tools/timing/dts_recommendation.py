@@ -39,11 +39,11 @@ def recommend_dts(
     """Returns the settings that reach the target efficiency and change training least. `DTSStrategy` accepts them.
 
     The order of preference is: the first codec with which delays and intervals within the limits reach the target, the
-    smallest D + p, the smallest D, and the mesh. D + p is the most steps by which other ranks' gradients are late. If
-    no settings reach the target, all settings within 2 % of the most efficient ones count, in the same order. D = 0,
-    p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`.
+    smallest D + p, the smallest D, and the mesh. D + p is the largest number of steps by which other ranks' gradients
+    are late. If no settings reach the target, all settings within 2 % of the most efficient ones count, in the same
+    order. D = 0, p = 1 stands for synchronous SGD by `PipeSGDStrategy(pipeline_width=1)`.
 
-    The closed form finds the settings that may reach the target. The schedule of all messages decides: see
+    The closed form finds the settings that may reach the target. The schedule of all messages then decides: see
     `predict_dts`.
 
     Args:
@@ -110,7 +110,7 @@ def _first(plans: Iterable[DTSPlan], enough: float) -> DTSPlan:
 
 
 def _reason(step: Step, plans: list[DTSPlan], best: DTSPlan, target_efficiency: float) -> str:
-    """Explains the best plan. `plans` must begin with synchronous SGD, and with all plans of that codec."""
+    """Explains the best plan. `plans` must begin with all plans of one codec, synchronous SGD first."""
     synchronous = plans[0]
     reached = best.scaling_efficiency >= target_efficiency
     if (best.delay, best.interval, best.codec) == (*_SYNCHRONOUS, synchronous.codec) and reached:

@@ -33,7 +33,7 @@ _SHARED_SECONDS = 0.05  # Enough for many turns of ranks that share a processor.
 # The least share of a long all-reduce that counts as sending. It keeps noise on a busy machine from making a rate
 # infinite.
 _MIN_SENDING_SHARE = 0.1
-# The number of latest steps of each rank that are looked at.
+# The number of latest steps of each rank that are used.
 _MAX_STEPS = 64
 
 
@@ -50,8 +50,8 @@ class Measurement:
       codec_seconds_per_byte: For each codec, with its defaults, the time for which a rank encodes and decodes, per byte
         of float32. Predictions for other settings of a codec use the same time.
       bytes_per_value: Bytes of a value of these variables: 2 for bfloat16. With mixed types, the mean.
-      rank_seconds: For each rank, the durations of its latest steps without waits, equally many of each rank. The steps
-        of a column were made at the same time. Empty: all steps of all ranks take `step.seconds`.
+      rank_seconds: For each rank, the durations of its latest steps without waits, equally many for each rank. The
+        steps of a column were made at the same time. Empty if all steps of all ranks take `step.seconds`.
 
     Raises:
       ValueError: If `rank_seconds` does not have equally many steps of `world_size` ranks.
@@ -103,7 +103,7 @@ class Measurement:
         return FLOAT32_BYTES * self.num_bytes / self.bytes_per_value
 
     def durations(self, num_steps: int) -> np.ndarray:
-        """Steps of all ranks, drawn from the measured ones: array [world_size, num_steps]. Equal for each call.
+        """Steps of all ranks, drawn from the measured ones: array [world_size, num_steps], equal in all calls.
 
         Steps that were made at the same time stay together. All steps are drawn once before any is drawn again.
         """
@@ -211,7 +211,7 @@ def measure(strategy: ExchangeStrategy) -> Measurement:
             mesh_slowdown=in_mesh / in_ring,
         ),
         step=Step.of_computing(compute_seconds),
-        # gamma already has the cost of adding.
+        # gamma already includes the cost of adding.
         codec_seconds_per_byte={name: max(0.0, cost - gamma) for name, cost in zip(costs, costs_of_all, strict=True)},
         rank_seconds=rank_seconds,
     )

@@ -5,8 +5,8 @@
     free_running_seconds    no rank waits for another one's computation: asynchronous Canary
     server_seconds          workers wait only for servers: SHAT
 
-Schedules take the durations of steps, an array [n, T]: rank r computes for `durations[r, t]` seconds in its step t,
-without any waiting.
+The input of a schedule is the durations of steps, an array [n, T]: rank r computes for `durations[r, t]` seconds in its
+step t, without any waiting.
 
 On links that differ, `hop_tf.simulate.training` runs the strategies' own protocols. Tests compare both on equal links.
 A simulation sends every message, while a schedule needs only some numbers for each step of a rank.
@@ -97,7 +97,7 @@ def lock_step_seconds(
 
     A window may take several turns, one after the other. The turns of all windows send their bytes in the order in
     which they begin. The bytes arrive a latency later, and then the window's next turn begins. So with several windows
-    in flight, each waits for the others' bytes once for each of its turns.
+    in flight, each window waits for the others' bytes once for each of its turns.
 
     Args:
       durations: Seconds, [n, T].
@@ -198,8 +198,9 @@ def free_running_seconds(
       max_in_flight: As for `CanaryStrategy`.
 
     Returns:
-      The seconds until the fastest rank enters the next iteration, the mean over the second half of the iterations. And
-      the share of all batches of this half that ranks have trained on until the fastest rank has finished.
+      Two numbers. The first is the mean time, in seconds, until the fastest rank enters the next iteration, over the
+      second half of the iterations. The second is the share of this half's batches that ranks have trained on when the
+      fastest rank has finished.
 
     Raises:
       ValueError: If an argument is out of range, or there are no steps.

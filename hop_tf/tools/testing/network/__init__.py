@@ -59,9 +59,9 @@ def emulate(
 
     Args:
       num_hosts: Number of hosts.
-      max_socket_bytes: As `EmulatedNetwork` takes it. A proxy ignores it.
-      relay: As `EmulatedNetwork` takes it. A proxy ignores it.
-      **links: As `Links` takes them.
+      max_socket_bytes: See `EmulatedNetwork`. A proxy ignores it.
+      relay: See `EmulatedNetwork`. A proxy ignores it.
+      **links: The arguments of `Links`.
     """
     reason = available()
     if reason is None:

@@ -44,7 +44,7 @@ class Hosts:
         Args:
           host: The host.
           argv: The program and its arguments.
-          **kwargs: As `subprocess.Popen` takes them.
+          **kwargs: The arguments of `subprocess.Popen`.
         """
         process = subprocess.Popen(self.command(host, argv), **kwargs)
         self._processes.append(process)

@@ -81,7 +81,7 @@ def _kernel_can(links: Links) -> bool:
 
 
 def _make_bridged(addresses: Sequence[Sequence[str]], links: Links) -> list[int]:
-    """Makes a namespace for each host, and one for the bridges, one bridge per interface. Returns the hosts'."""
+    """Makes a namespace for each host, and one for the bridges, one per interface. Returns the hosts' namespaces."""
     switches = new_namespace()
     for level in range(len(addresses[0])):
         ip(f"link add switch{level} type bridge", f"link set switch{level} up")

@@ -31,7 +31,7 @@ class Links:
         infinite for the speed of the machine.
       round_trip_seconds: The delay there and back between any two hosts, half of it each way.
       one_way_seconds: Instead of `round_trip_seconds`, a matrix: `one_way_seconds[a][b]` is the delay from host a to b.
-      jitter_seconds: The largest further delay of a packet. Each packet's delay is drawn uniformly.
+      jitter_seconds: The largest additional delay of a packet. Each packet's additional delay is drawn uniformly.
       reorder: True if jitter lets a packet overtake another. By default a packet waits for earlier ones.
       queue_bytes: The bytes that wait in front of a link, or in a stalled one, before packets are dropped. None: the
         bytes that the link sends in the host's longest round trip, with jitter, and 10 ms; at least 64 KiB, at most 64

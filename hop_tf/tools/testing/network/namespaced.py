@@ -33,12 +33,12 @@ class EmulatedNetwork(Hosts):
         times the round trip.
       relay: True if a relay carries the packets. Default: only if links have delays. Failures need a relay. A relay is
         also used if the kernel cannot carry the packets and hosts have one interface.
-      num_interfaces: The number of links of each host, to as many switches. Each link has the host's rate. Must be 1
-        with a relay.
-      **links: As `Links` takes them.
+      num_interfaces: The number of links of each host, each to a switch of its own. Each link has the host's rate. Must
+        be 1 with a relay.
+      **links: The arguments of `Links`.
 
     Attributes:
-      addresses: The IPv4 address of each host's first interface. There is no other protocol.
+      addresses: The IPv4 address of each host's first interface. Only IPv4 is supported.
       interfaces: The addresses of each host's interfaces.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Orders (commands) to the keeper of a network, a line of JSON each, on its standard input. Answers on its output."""
+"""Orders (commands) to the keeper of a network: lines of JSON on its standard input. It answers on its output."""
 
 from __future__ import annotations
 

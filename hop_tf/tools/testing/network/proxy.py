@@ -35,7 +35,7 @@ class Proxy(Hosts):
 
     Args:
       num_hosts: Number of hosts.
-      **links: As `Links` takes them.
+      **links: The arguments of `Links`.
 
     Attributes:
       addresses: 127.0.0.1 for each host.
@@ -56,7 +56,7 @@ class Proxy(Hosts):
         self._thread: threading.Thread | None = None
 
     def address(self, of: int, seen_from: int, port: int) -> str:
-        """The "host:port" at which host `seen_from` reaches 127.0.0.1:`port`, at which host `of` listens or will."""
+        """The "host:port" at which host `seen_from` reaches 127.0.0.1:`port` of host `of`, which may listen later."""
         self._check_hosts(of, seen_from)
         if self._loop is None:
             raise RuntimeError("The proxies exist only within their `with` statement.")

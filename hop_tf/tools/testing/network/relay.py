@@ -30,8 +30,8 @@ class RelayStatistics:
     Attributes:
       num_packets: The number of packets that it delivered. A bundle counts as one.
       num_dropped: The number of packets that found a queue full.
-      max_late_seconds: The longest time by which it delivered a packet too late. More than a few milliseconds mean that
-        the machine was too busy for the settings.
+      max_late_seconds: The longest time by which a packet was delivered too late. More than a few milliseconds mean
+        that the machine was too busy for the settings.
       processor_seconds: The processor time that it took.
     """
 
