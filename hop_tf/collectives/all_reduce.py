@@ -11,8 +11,8 @@ message.
            2 (n - 1) messages follow each other, and a rank communicates with its two neighbors only.
 
 In both, a rank sends 2 (n - 1) / n vectors, and encodes every piece once. On its way, a value is rounded twice in a
-mesh, once between two ranks, and n times in a ring. All ranks decode the same encodings, so that their results are
-equal to the bit.
+mesh, but only once in a world of two ranks. In a ring, it is rounded n times. All ranks decode the same encodings, so
+that their results are equal to the bit.
 
 A sparse codec selects different values on each rank, and their mean is less sparse. So every rank sends its whole
 selection to all others, in one message. Each rank adds all selections, in the order of ranks. If that takes more bytes

@@ -143,8 +143,9 @@ class Operation:
         """The ranks that may end the step without this rank: those that have left before this attempt.
 
         If a rank was lost, and this is not the first attempt, the result is all ranks: others may have had the lost
-        rank's data for the previous attempt. The result applies until this rank may have sent a mean (see `commit`).
-        Between two sessions the result is empty: all ranks have left the last session, and take part nevertheless.
+        rank's data for the previous attempt. The result is used only until `commit`. From then on, others may have a
+        mean by what this rank sends. Between two sessions the result is empty: all ranks have left the last session,
+        and take part nevertheless.
         """
         if self._membership.has_left:
             return []

@@ -105,8 +105,8 @@ class Judge:
           operation: The operation that waits, for error messages.
           step: The training step; None outside of a step.
           asks: See `Patience.discount`. If true, the monitor must be held.
-          is_joining: True if this rank is about to join. Then the patience does not apply, because the others ignore
-            losses that a joining rank reports.
+          is_joining: True if this rank is about to join. Then the patience does not apply: if a joining rank reports
+          that a peer is lost, the others ignore it.
         """
         end = self._departures.end_of(peer)
         status = self._status_of(peer, asks)

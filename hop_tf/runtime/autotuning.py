@@ -287,8 +287,8 @@ class Autotuner:
     def _num_to_measure(self) -> int:
         """Returns the number of steps of this candidate to measure.
 
-        One step may be enough to see that the first candidate is slower by far. If ranks would keep the first
-        candidate, they measure all steps, at no cost.
+        One step may be enough to see that the first candidate is slower by far. If there is little to gain by another
+        candidate, ranks measure the full number of steps. That costs nothing, because they train on meanwhile.
         """
         number = self._pace.measured
         is_first = not self._results
@@ -541,7 +541,7 @@ class Autotuner:
         return Times(period + (exchange - before) / self._interval_of(1), exchange)
 
     def _answer(self, times: Times) -> None:
-        """Explores again. After a smaller change, chooses another width at once if that needs no tracing."""
+        """Explores again. If times have not changed by far, chooses another width at once, unless that needs tracing."""
         is_by_far = any(map(_is_by_far, self._times_as_long(times)))
         narrow = self._narrowed(self.setting)
         waits = narrow == self.setting or narrow.width > 1

@@ -297,7 +297,7 @@ def _num_members(variable: tf.Variable | JoinedVariables) -> int:
 
 
 def _spread(variable: tf.Variable | JoinedVariables, values: tf.Tensor) -> tf.Tensor:
-    """The value of a variable as a scalar. For joined variables, a vector with the value for each element."""
+    """The value that `values` has for a variable. For joined variables, a vector that repeats each one's value."""
     return variable.spread(values) if isinstance(variable, JoinedVariables) else values[0]
 
 

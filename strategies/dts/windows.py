@@ -23,7 +23,7 @@ _LEAST_GENTLE_DELAY = 3
 
 
 def num_windows(delay: int, interval: int) -> int:
-    """The largest number of windows in flight at a time: those of `delay` steps, and the last one of a `fit`."""
+    """The largest number of windows in flight: those that end within `delay` steps, and the last one of a `fit`."""
     return -(-delay // interval) + 1
 
 

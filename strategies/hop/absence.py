@@ -1,11 +1,11 @@
 """`Absence`: the neighbors that a rank of Hop does not wait for, because they are or were frozen or cut off.
 
-A token queue bounds how far a rank is ahead of an out-neighbor, and so the memory that its updates need there. A silent
-neighbor computes nothing, and newer messages to it replace older ones, so its memory needs no bound. If stragglers are
-tolerated, ranks go on without its tokens and updates, and owe the tokens. When the neighbor is back, it finds that its
-in-neighbors are further ahead than its tokens allow. It then takes their newest parameters, and goes on at the
-iteration of its out-neighbors (`HopExchange`), like a straggler that jumps (section 5). Until then no rank waits for
-it.
+A token queue bounds how far a rank is ahead of an out-neighbor. So it also bounds the memory that the rank's updates
+need at the neighbor. A silent neighbor computes nothing, and newer messages to it replace older ones, so its memory
+needs no bound. If stragglers are tolerated, ranks go on without its tokens and updates, and owe the tokens. When the
+neighbor is back, it finds that its in-neighbors are further ahead than its tokens allow. It then takes their newest
+parameters, and goes on at the iteration of its out-neighbors (`HopExchange`), like a straggler that jumps (section 5).
+Until then no rank waits for it.
 
 References:
   Luo, Lin, Zhuo, Qian. Hop: Heterogeneity-aware Decentralized Training. ASPLOS 2019. The bounds of Table 1 on the gap

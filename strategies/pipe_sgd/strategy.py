@@ -118,10 +118,10 @@ class PipeSGDStrategy(ExchangeStrategy):
         fewer, a rank raises `PeerLostError`, because the others may be training on, behind a network cut. Default None:
         more than half of the ranks; 1 if there are two.
       patience_seconds: With on_peer_loss="continue": the silence, in seconds, after which the others train on without a
-        rank, as if it were lost. A stopped process is an example. When the rank wakes, it skips the steps that it has
-        missed. It joins the others in the same `fit`, like a rank that is started again. At least 0.5, and less than
-        `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without `run_eagerly`. Default
-        None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
+        rank, as if it were lost. For example, a rank is silent while its process is stopped. When the rank wakes, it
+        skips the steps that it has missed. It joins the others in the same `fit`, like a rank that is started again. At
+        least 0.5, and less than `CommunicationOptions.timeout_seconds`. It needs `fit` with a single optimizer, without
+        `run_eagerly`. Default None: a silent rank is lost after `timeout_seconds`, and raises when it wakes.
       batch_shares: The part of each global batch that a rank takes: a list with a positive number for each rank, such
         as [3, 1], or "auto": in proportion to speeds, which ranks measure and agree on (see `docs/data.md`). A mean
         weights each rank by its rows in the step, g = sum of n_i g_i / sum of n_i. So it is the mean of the whole
