@@ -541,7 +541,7 @@ class Autotuner:
         return Times(period + (exchange - before) / self._interval_of(1), exchange)
 
     def _answer(self, times: Times) -> None:
-        """Explores again. If times have not changed by far, chooses another width at once, unless that needs tracing."""
+        """Explores again. If times have not changed by far, and no width needs tracing, chooses a width at once."""
         is_by_far = any(map(_is_by_far, self._times_as_long(times)))
         narrow = self._narrowed(self.setting)
         waits = narrow == self.setting or narrow.width > 1
