@@ -236,12 +236,13 @@ class _Case:
 
 
 def _cases() -> Iterator[_Case]:
-    for model, world, kind in itertools.product(_MODELS.value, map(int, _WORLDS.value), _CHOSEN.value):
+    for model, kind in itertools.product(_MODELS.value, _CHOSEN.value):
         package = _PACKAGES.get(kind)
         if package is not None and (model == _WIDE or not peers.is_installed(package)):
             print(f"{kind} is left out of {model}, or the package `{package}` is not installed.")
-        elif kind in _ALONE or world == min(map(int, _WORLDS.value)):
-            yield _Case(model, world if kind in _ALONE else 1, kind)
+            continue
+        for world in map(int, _WORLDS.value) if kind in _ALONE else [1]:
+            yield _Case(model, world, kind)
             if _AGAINST.value is not None and kind in _STRATEGIES:
                 yield _Case(model, world, kind, _AGAINST.value)
 
