@@ -5,7 +5,7 @@
 #                   of them; PYTEST_ARGS="-k topology" selects by name
 #   make stress     the multi-process tests, REPEAT times with other deaths; and the others with all their variants, more
 #                   than 10,000 schedules on the virtual clock among them, SCHEDULES of each kind that is drawn
-#   make report     measures all headlines beside other libraries, and writes docs/results.md: 40 minutes, while
+#   make report     measures all headlines beside other libraries, and writes docs/results.md: 30 minutes, while
 #                   nothing else runs on the machine; make report-full: hours; make report-quick: minutes, and it
 #                   fails if something is worse than on the page
 #   make storm      what it costs if ranks are killed and stopped all the time; a quarter of an hour

@@ -27,7 +27,16 @@ import numpy as np
 import peers
 import ranks
 import results
+import tensorflow as tf
 from absl import app, flags
+
+from hop_tf import codecs
+from hop_tf.collectives import get_algorithm
+from hop_tf.membership.monitor import ThreadMonitor
+from hop_tf.membership.session import Membership
+from hop_tf.options import CommunicationOptions
+from hop_tf.tensors.buffers import BufferPool
+from hop_tf.transport.tcp_transport import TcpTransport
 
 _WORLD_SIZES = flags.DEFINE_list("world_sizes", ["2", "4"], "Numbers of ranks.")
 _MEGABYTES = flags.DEFINE_list("megabytes", ["1", "25", "100"], "Sizes of the vector, in MiB of float32.")
@@ -65,14 +74,6 @@ class Ours(Member):
     """`hop_tf.collectives`, over the transport that strategies use."""
 
     def __init__(self, name: str, rank: int, addresses: list[str], size: int, interfaces: list[str] | None = None):
-        from hop_tf import codecs
-        from hop_tf.collectives import get_algorithm
-        from hop_tf.membership.monitor import ThreadMonitor
-        from hop_tf.membership.session import Membership
-        from hop_tf.options import CommunicationOptions
-        from hop_tf.tensors.buffers import BufferPool
-        from hop_tf.transport.tcp_transport import TcpTransport
-
         algorithm, codec = name.split("/")
         options = CommunicationOptions(
             timeout_seconds=_TIMEOUT_SECONDS, interfaces=interfaces if algorithm.startswith("bcube") else None
@@ -128,8 +129,6 @@ class Ring(Member):
     """tf.distribute's collective all-reduce between workers."""
 
     def __init__(self, name: str, rank: int, addresses: list[str], size: int, interfaces: list[str] | None = None):
-        import tensorflow as tf
-
         self._strategy = peers.mirrored_strategy(rank, addresses)
         mean = tf.distribute.ReduceOp.MEAN
 
@@ -143,8 +142,6 @@ class Ring(Member):
 
     def prepare(self, values: np.ndarray) -> None:
         """Makes a tensor of the values, as a training step has them."""
-        import tensorflow as tf
-
         self._tensor = tf.convert_to_tensor(values)
 
     def mean(self) -> Any:
@@ -220,7 +217,7 @@ def _measure_case(link: str, world_size: int, megabytes: str, members: Sequence[
     timeout = 300 + _MAX_SECONDS.value + 2 * len(members) * 4 * at_best
     case = {"bytes": num_bytes, "members": members, "rounds": _ROUNDS.value, "max_seconds": _MAX_SECONDS.value}
     about = {"num_interfaces": _INTERFACES.value, "num_ports": len(members) + 1, "timeout_seconds": timeout}
-    of_ranks = ranks.run(__file__, case, world_size, link, **about)
+    of_ranks = ranks.run(_measure, case, world_size, link, **about)
     # A round's time is that of its slowest rank.
     seconds = {name: np.max([of_rank[name] for of_rank in of_ranks], axis=0) for name in members}
     print(f"{traffic / 1e6:.4g} MB of float32 from each rank" + f": {at_best:.3f} s" * (link != ranks.LOOPBACK))
@@ -240,5 +237,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    ranks.serve(_measure)
     app.run(main)

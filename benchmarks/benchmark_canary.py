@@ -89,7 +89,7 @@ def _train(turn: Mapping, strategy: hop_tf.ExchangeStrategy) -> list[tuple[float
 
 def _traffic() -> None:
     turn = {"call": _KINDS[_CANARY], "width": _WIDTH, "num_steps": _TRAFFIC_STEPS}
-    (of_ranks,) = turns.run(__file__, [turn], _WORLD_SIZE)
+    (of_ranks,) = turns.run(_time, [turn], _WORLD_SIZE)
     sent = statistics.mean(each for _, each, _ in of_ranks)
     of_float32 = 2 * (_WORLD_SIZE - 1) / _WORLD_SIZE * 4 * of_ranks[0][2]  # By an all-reduce.
     results.show(_CANARY, {"MB a step": sent / 1e6, "share of float32": sent / of_float32})
@@ -100,7 +100,7 @@ def _straggler() -> None:
     for slowdowns in ((), (Slowdown(rank=_WORLD_SIZE - 1, factor=10),)):
         turn = {"call": _KINDS[_CANARY], "width": 256, "num_steps": _NUM_STEPS.value}
         compute = ComputeEmulation(step_seconds=_STEP_SECONDS, slowdowns=slowdowns)
-        (of_ranks,) = turns.run(__file__, [turn], _WORLD_SIZE, compute=compute)
+        (of_ranks,) = turns.run(_time, [turn], _WORLD_SIZE, compute=compute)
         rates.append(statistics.mean(rate for rate, *_ in of_ranks[:-1]))
     alike, beside = rates
     results.show(_CANARY, {"steps a second, alike": alike, "beside a slow rank": beside, "ratio": beside / alike})
@@ -111,7 +111,7 @@ def _accuracy() -> None:
     for seed, (label, call) in itertools.product(range(_SEEDS.value), _KINDS.items()):
         turn = {"call": call, "seed": seed, "epochs": _EPOCHS.value, "num_rows": _ACCURACY_ROWS.value}
         compute = ComputeEmulation(step_seconds=_STEP_SECONDS)
-        ((reached, *_),) = turns.run(__file__, [turn], _WORLD_SIZE, _LINK.value, compute=compute)
+        ((reached, *_),) = turns.run(_train, [turn], _WORLD_SIZE, _LINK.value, compute=compute)
         print(f"{label}, seed {seed}:", *(f"{100 * got:.1f}% {each:.0f} s" for each, got in reached), flush=True)
         seconds[label].append(next((each for each, got in reached if got >= _TARGET.value), math.inf))
     for label, of_seeds in seconds.items():
@@ -128,5 +128,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    turns.serve(lambda turn, strategy: (_train if "epochs" in turn else _time)(turn, strategy))
     app.run(main)

@@ -75,10 +75,6 @@ _TIMEOUT_SECONDS = 3600.0
 _failures: list[str] = []  # The kinds of trainings that have failed.
 
 
-def _serve(case: dict, rank: int) -> Trained | None:
-    return (delay_peers if delay_peers.package_of(case["kind"]) else delay_ranks).train(case, rank)
-
-
 def _train(task_name: str, ranks_label: str, kind: str, seed: int) -> Trained:
     """Trains; returns the results of rank 0. If a rank fails, prints that, and returns no values."""
     world_size, task = _WORLD_SIZE.value, delay_tasks.TASKS[task_name]
@@ -99,6 +95,7 @@ def _train(task_name: str, ranks_label: str, kind: str, seed: int) -> Trained:
     step_seconds = _STEP_SECONDS.value if _STEP_SECONDS.value is not None else _SLOW_STEP_SECONDS * len(slowdowns)
     compute = ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns, seed=seed) if step_seconds else None
     is_peer = delay_peers.package_of(kind) is not None
+    peers.import_torch(delay_peers.package_of(kind))
     num_hosts = world_size + (0 if is_peer else turns.num_servers(delay_ranks.call_of(kind)))
     emulation = {"round_trip_seconds": _ROUND_TRIP.value}
     if uneven == "link":
@@ -107,7 +104,7 @@ def _train(task_name: str, ranks_label: str, kind: str, seed: int) -> Trained:
         emulation["bandwidth_bits_per_second"] = rates
     try:
         return ranks.run(
-            __file__,
+            (delay_peers if is_peer else delay_ranks).train,
             case,
             num_hosts,
             _LINK.value,
@@ -179,5 +176,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    ranks.serve(_serve)
     app.run(main)

@@ -54,7 +54,7 @@ def _run(members: list[Mapping], world_size: int, link: str, **about) -> list[di
     """Returns the largest values of all ranks, for each member."""
     turns_ = [{"num_values": _NUM_VALUES.value, "momentum": 0.9, **member} for member in members]
     compute = ComputeEmulation(step_seconds=_STEP_SECONDS)
-    measured = turns.run(__file__, turns_, world_size, link, compute=compute, **about)
+    measured = turns.run(_measure, turns_, world_size, link, compute=compute, **about)
     return [{name: max(each[name] for each in of_ranks) for name in of_ranks[0]} for of_ranks in measured]
 
 
@@ -79,5 +79,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    turns.serve(_measure)
     app.run(main)

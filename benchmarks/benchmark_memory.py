@@ -37,12 +37,10 @@ def _measure(turn: Mapping, strategy: hop_tf.HopStrategy) -> float:
 def _peaks(num_ranks: int, topology: str, num_steps: int, compute: ComputeEmulation | None = None) -> np.ndarray:
     """Returns each rank's peak, in vectors."""
     turn = {"call": f"HopStrategy(topology={topology}, max_iteration_gap=2)", "num_steps": num_steps}
-    return np.array(turns.run(__file__, [turn], num_ranks, compute=compute)[0])
+    return np.array(turns.run(_measure, [turn], num_ranks, compute=compute)[0])
 
 
-def main(argv: list[str]) -> None:
-    """Measures, prints and keeps."""
-    del argv
+def main(_: list[str]) -> None:
     (alone,) = _peaks(1, "'complete'", 12)
     slow = ComputeEmulation(step_seconds=0.1, slowdowns=(Slowdown(1, 40.0),))
     results.show("lock step", {"vectors": _peaks(2, "'complete'", 12) - alone})
@@ -50,5 +48,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    turns.serve(_measure)
     app.run(main)

@@ -108,7 +108,7 @@ def _time_systems(link: str, step_seconds: float) -> None:
     about = {"num_values": _NUM_VALUES.value, "num_steps": _NUM_STEPS.value, "warmup": _WARMUP_STEPS}
     members = [{**about, "call": call, "is_measured": call == calls[0]} for call in calls]
     compute = ComputeEmulation(step_seconds=step_seconds)
-    found = turns.run(__file__, members, _WORLD_SIZE, link, compute=compute)
+    found = turns.run(_time, members, _WORLD_SIZE, link, compute=compute)
     slowest = [max(seconds for seconds, _ in of_ranks) for of_ranks in found]
     _, measurement = found[0][0]
     results.show(f"PS-Sync, {link}, {step_seconds:g}", {"step seconds": slowest.pop()})
@@ -123,7 +123,7 @@ def _time_perceptrons(kinds: Mapping[str, tuple[str, int]], link: str, **about) 
     """Trains with each call and its number of updates, in turns, and shows the seconds of a step."""
     about["num_steps"] = _NUM_STEPS.value
     members = [{**about, "call": call, "num_updates": number} for call, number in kinds.values()] * _ROUNDS.value
-    slowest = [max(of_ranks) for of_ranks in turns.run(__file__, members, _FEW, link)]
+    slowest = [max(of_ranks) for of_ranks in turns.run(_train, members, _FEW, link)]
     for number, label in enumerate(kinds):
         results.show(label, {"step seconds": slowest[number :: len(kinds)]})
 
@@ -153,5 +153,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    turns.serve(lambda turn, strategy: (_train if "sizes" in turn else _time)(turn, strategy))
     app.run(main)

@@ -46,7 +46,7 @@ def _job(emulation: ComputeEmulation, calls: list[str]) -> list[tuple[float, tim
     """Returns for each call the seconds of a step, and rank 0's measurement."""
     about = {"num_values": _NUM_VALUES, "num_steps": _NUM_STEPS.value, "warmup": _WARMUP_STEPS}
     turns_ = [{"call": call, **about} for call in calls]
-    measured = turns.run(__file__, turns_, _WORLD_SIZE, _LINK, compute=emulation, queue_bytes=_QUEUE_BYTES)
+    measured = turns.run(_measure, turns_, _WORLD_SIZE, _LINK, compute=emulation, queue_bytes=_QUEUE_BYTES)
     found = []
     for call, of_workers in zip(calls, measured, strict=True):
         seconds = [each for each, _ in of_workers]
@@ -76,5 +76,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    turns.serve(_measure)
     app.run(main)

@@ -45,9 +45,7 @@ def _measure(turn: Mapping, strategy: hop_tf.HopStrategy) -> tuple[float, float]
     return 1e6 * float(steps.seconds.mean()), 1e6 * (time.process_time() - begin) / _NUM_STEPS
 
 
-def main(argv: list[str]) -> None:
-    """Measures, prints and keeps."""
-    del argv
+def main(_: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = ("", f"log_dir={folder!r}, report_interval_seconds=3600")
         calls = [
@@ -56,7 +54,7 @@ def main(argv: list[str]) -> None:
         ]
         in_order = [call for number in range(_ROUNDS.value) for call in (calls if number % 2 else calls[::-1])]
         compute = ComputeEmulation(step_seconds=_STEP_SECONDS)
-        found = turns.run(__file__, [{"call": call} for call in in_order], 2, compute=compute)
+        found = turns.run(_measure, [{"call": call} for call in in_order], 2, compute=compute)
     means = np.array(found).mean(axis=1)  # Of both ranks.
     without, recorded = (means[[call == each for each in in_order]] for call in calls)
     for name, values in {"without records": without, "recording adds": recorded - without}.items():
@@ -64,5 +62,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    turns.serve(_measure)
     app.run(main)

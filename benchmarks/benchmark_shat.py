@@ -142,9 +142,7 @@ def _batches(part: images.Part, rank: int, num_workers: int, seed: int) -> Itera
             yield x[chosen], y[chosen]
 
 
-def main(argv: list[str]) -> None:
-    """Measures, prints and keeps."""
-    del argv
+def main(_: list[str]) -> None:
     logging.set_verbosity(logging.ERROR)
     (x, y), test = images.load("fashion_mnist")
     end = len(x) - _NUM_HELD_OUT

@@ -29,15 +29,21 @@ import os
 import pathlib
 import resource
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import peers
 import psutil
 import ranks
 import results
+import tensorflow as tf
+import turns
 from absl import app, flags
 
 KERAS, TORCH, DDP, TF_KERAS, MIRRORED = "keras", "torch", "ddp", "tf_keras", "mirrored"
@@ -129,20 +135,19 @@ def _batch(case: Mapping, rank: int, num_rows: int) -> tuple[np.ndarray, np.ndar
 
 def _train_keras(case: Mapping, rank: int, addresses: Sequence[str], clock: Clock) -> bool:
     """Trains with Keras or tf_keras. Returns False for a server, when it has served."""
-    import tensorflow as tf
-
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    keras, strategy = _library_and_strategy(case, rank, addresses)
+    library, strategy = _library_and_strategy(case, rank, addresses)
     if strategy is None:
         return False
     with strategy.scope():
-        model = _keras_model(keras, case["model"])
-        optimizer = keras.optimizers.AdamW(1e-3) if case["model"] == _DEEP else keras.optimizers.SGD(0.01, momentum=0.9)
-        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model = _keras_model(library, case["model"])
+        optimizers = library.optimizers
+        optimizer = optimizers.AdamW(1e-3) if case["model"] == _DEEP else optimizers.SGD(0.01, momentum=0.9)
+        model.compile(optimizer, library.losses.SparseCategoricalCrossentropy(from_logits=True))
     rows = tf.data.Dataset.from_tensors(_batch(case, rank, _ROWS[case["model"]] * strategy.num_replicas_in_sync))
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step())
+    note = library.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step())
     num_steps = case["warmup"] + case["steps"]
     model.fit(rows.repeat().with_options(options), steps_per_epoch=num_steps, epochs=1, verbose=0, callbacks=[note])
     if case["num_servers"]:
@@ -152,25 +157,19 @@ def _train_keras(case: Mapping, rank: int, addresses: Sequence[str], clock: Cloc
 
 def _library_and_strategy(case: Mapping, rank: int, addresses: Sequence[str]) -> tuple[Any, Any]:
     """Returns Keras or tf_keras, and a strategy, which is made before TensorFlow has done anything."""
-    import tensorflow as tf
-
     kind = case["kind"]
     if kind in (TF_KERAS, MIRRORED):
         strategy = peers.mirrored_strategy(rank, addresses) if kind == MIRRORED else tf.distribute.get_strategy()
         import tf_keras
 
         return tf_keras, strategy
-    import keras
-
     if kind == KERAS:
         return keras, tf.distribute.get_strategy()
-    import turns
-
     return keras, turns.join(_STRATEGIES[kind], rank, addresses, case["num_workers"])
 
 
-def _keras_model(keras: Any, name: str) -> Any:
-    layers, x = keras.layers, keras.Input(_SHAPES[name])
+def _keras_model(library: Any, name: str) -> Any:
+    layers, x = library.layers, library.Input(_SHAPES[name])
     if name == _PERCEPTRON:
         inner = [layers.Dense(512, activation="relu"), layers.Dense(256, activation="relu")]
     elif name == _WIDE:  # One layer many times: more computation for each byte that ranks exchange.
@@ -184,7 +183,7 @@ def _keras_model(keras: Any, name: str) -> Any:
     inputs = x
     for layer in [*inner, layers.Dense(_NUM_CLASSES)]:
         x = layer(x)
-    return keras.Model(inputs, x)
+    return library.Model(inputs, x)
 
 
 def _train_torch(case: Mapping, rank: int, addresses: Sequence[str], clock: Clock) -> bool:
@@ -241,6 +240,7 @@ def _cases() -> Iterator[_Case]:
         if package is not None and (model == _WIDE or not peers.is_installed(package)):
             print(f"{kind} is left out of {model}, or the package `{package}` is not installed.")
             continue
+        peers.import_torch(package)
         for world in map(int, _WORLDS.value) if kind in _ALONE else [1]:
             yield _Case(model, world, kind)
             if _AGAINST.value is not None and kind in _STRATEGIES:
@@ -248,10 +248,8 @@ def _cases() -> Iterator[_Case]:
 
 
 def _run(case: _Case) -> dict[str, float]:
-    path = filter(None, (case.checkout, os.environ.get("PYTHONPATH")))
-    environment = {"PYTHONPATH": os.pathsep.join(path)} if case.checkout is not None else {}
-    if case.kind in (TF_KERAS, MIRRORED):
-        environment["TF_USE_LEGACY_KERAS"] = "1"
+    if case.checkout is not None:
+        return _run_elsewhere(case)
     link = _LINK.value if case.world_size > 1 else ranks.LOOPBACK
     num_servers = int(case.kind == "shat")
     arguments = {
@@ -263,7 +261,18 @@ def _run(case: _Case) -> dict[str, float]:
         "warmup": _STEPS.value // 5,
         "steps": _STEPS.value,
     }
-    return ranks.run(__file__, arguments, case.world_size + num_servers, link, num_ports=1, environment=environment)[0]
+    return ranks.run(_measure, arguments, case.world_size + num_servers, link, num_ports=1)[0]
+
+
+def _run_elsewhere(case: _Case) -> dict[str, float]:
+    """Runs this file with another checkout of hop_tf."""
+    about = {"models": case.model, "kinds": case.kind, "worlds": case.world_size, "steps": _STEPS.value}
+    with tempfile.TemporaryDirectory() as folder:
+        about |= {"link": _LINK.value, "rounds": 1, "output": folder}
+        command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in about.items())]
+        environment = {**os.environ, "PYTHONPATH": case.checkout}
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        return {quantity: value for quantity, _, (value,) in results.kept(folder)}
 
 
 def main(_: list[str]) -> None:
@@ -281,5 +290,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    ranks.serve(_measure)
     app.run(main)

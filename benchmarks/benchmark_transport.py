@@ -207,7 +207,7 @@ def _compare(link: str) -> None:
         rate, round_trip, jitter = [*link.split(":"), "0", "0"][:3]
         case["rate"], jitter = float(rate), float(jitter)
         emulation = {"round_trip_seconds": float(round_trip), "jitter_seconds": jitter, "reorder": jitter > 0}
-    found = ranks.run(__file__, case, 2, rate, num_ports=len(_MEMBERS.value), timeout_seconds=3600, **emulation)
+    found = ranks.run(_measure, case, 2, rate, num_ports=len(_MEMBERS.value), timeout_seconds=3600, **emulation)
     kinds = [(*size, name) for size in sizes for name in _MEMBERS.value]
     for (size, num_messages, name), ours, theirs in zip(kinds, *found, strict=True):
         gigabytes = size * num_messages / 1e9
@@ -230,5 +230,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    ranks.serve(_measure)
     app.run(main)

@@ -1,7 +1,7 @@
 """The part of `benchmark_delay.py` in each rank: kinds of training by their labels, and a training under hop_tf.
 
-A case has the arguments of a training, all of which JSON can hold: `task`, `num_rows`, `epochs`, `batch_size`,
-`shards`, `optimizer`, `kind`, `seed`; `world_size` (without servers); and the entries that `ranks.run` adds.
+A case has the arguments of a training: `task`, `num_rows`, `epochs`, `batch_size`, `shards`, `optimizer`, `kind`,
+`seed`; `world_size` (without servers); and the entries that `ranks.run` adds.
 """
 
 from __future__ import annotations

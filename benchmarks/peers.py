@@ -23,6 +23,12 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
+def import_torch(package: str | None) -> None:
+    """Imports PyTorch, if it or a package on top of it is to be used, so that ranks that are forked later need not."""
+    if package in ("torch", "torchft", "hivemind"):
+        import torch.distributed  # noqa: F401
+
+
 def set_cluster(rank: int, workers: Sequence[str], servers: Sequence[str] = ()) -> None:
     """Sets TF_CONFIG for a rank: ranks behind the workers are parameter servers."""
     is_worker = rank < len(workers)

@@ -1,6 +1,6 @@
 """Measures the headlines, and writes docs/results.md with its pictures: `make report`.
 
-    python benchmarks/report.py                  # 40 minutes on two cores, which do nothing else
+    python benchmarks/report.py                  # 30 minutes on two cores, which do nothing else
     python benchmarks/report.py --size=full      # hours
     python benchmarks/report.py --size=quick     # some minutes; writes no page, fails if a row is worse than on it
 

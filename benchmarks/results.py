@@ -39,9 +39,9 @@ def show(case: str, quantities: Mapping[str, float | Sequence[float]]) -> None:
             file.write(json.dumps({"quantity": name, "case": case, "values": each.tolist()}) + "\n")
 
 
-def kept(folder: pathlib.Path) -> Iterator[tuple[str, str, list[float]]]:
+def kept(folder: str | pathlib.Path) -> Iterator[tuple[str, str, list[float]]]:
     """Yields quantity, case and values of each measurement in a folder."""
-    path = folder / _FILE
+    path = pathlib.Path(folder, _FILE)
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
         yield entry["quantity"], entry["case"], entry["values"]

@@ -1,8 +1,7 @@
 """Trains with one strategy after the other, in every rank of a cluster, and times the steps.
 
-A benchmark calls `run(__file__, turns, ...)` in its parent process. A turn has the call that makes the strategy, such
-as "HopStrategy(topology='ring')", and all else that is to be known of it. Each rank starts the same file again. There
-`serve(measure)` makes the strategy of each turn, and calls `measure(turn, strategy)`.
+A turn has the call that makes the strategy, such as "HopStrategy(topology='ring')", and all else that is to be known of
+it. `run(measure, turns, ...)` makes the strategy of each turn in each rank, and calls `measure(turn, strategy)` there.
 """
 
 from __future__ import annotations
@@ -69,11 +68,6 @@ def join(
         return None
 
 
-def serve(measure: Callable[[Mapping, hop_tf.ExchangeStrategy], Any]) -> None:
-    """In the process of a rank, calls `measure(turn, strategy)` for each turn. Does nothing in the parent."""
-    ranks.serve(functools.partial(_measure_all, measure))
-
-
 def _measure_all(measure: Callable, case: Mapping, rank: int) -> list:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     interfaces, found = case["interfaces"] and case["interfaces"][rank], []
@@ -88,7 +82,7 @@ def _measure_all(measure: Callable, case: Mapping, rank: int) -> list:
 
 
 def run(
-    script: str,
+    measure: Callable[[Mapping, hop_tf.ExchangeStrategy], Any],
     turns: Iterable[Mapping],
     num_workers: int,
     link: str = ranks.LOOPBACK,
@@ -100,8 +94,8 @@ def run(
     """Runs the turns. If any of them is SHAT's, a further process is the parameter server.
 
     Args:
-      script: The benchmark's file.
-      turns: Mappings for JSON, with the `call` that makes the strategy. It may use `interfaces`, those of its rank.
+      measure: Called with a turn and its strategy in each worker's process.
+      turns: Mappings with the `call` that makes the strategy. It may use `interfaces`, those of its rank.
       num_workers: Number of workers.
       link: See `ranks.run`.
       compute: Emulated computation, or None.
@@ -109,11 +103,11 @@ def run(
       **about: Further arguments of `ranks.run`.
 
     Returns:
-      The results of all workers, for each turn.
+      What `measure` returned at all workers, for each turn.
     """
     turns = list(turns)
     of_ranks = ranks.run(
-        script,
+        functools.partial(_measure_all, measure),
         {"turns": turns, "num_workers": num_workers, "options": options},
         num_workers + max(num_servers(turn["call"]) for turn in turns),
         link,
