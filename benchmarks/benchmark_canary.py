@@ -47,6 +47,7 @@ _STEP_SECONDS = 0.05  # Emulated computation.
 _TRAFFIC_STEPS = 16
 _BATCH_SIZE = 128  # Of all ranks together.
 _LEARNING_RATE, _MOMENTUM = 0.02, 0.9
+_EVALUATIONS = 4  # In each epoch of `accuracy`.
 _CANARY = "SSP sketch"
 _KINDS = {
     "PS": "SHATParameterServerStrategy(consistency='bsp', mixing=1.0)",
@@ -69,7 +70,7 @@ def _time(turn: Mapping, strategy: hop_tf.CanaryStrategy) -> tuple[float, float,
 
 
 def _train(turn: Mapping, strategy: hop_tf.ExchangeStrategy) -> list[tuple[float, float]]:
-    """Returns seconds and test accuracy after each epoch."""
+    """Returns seconds and test accuracy, some times in each epoch."""
     keras.utils.set_random_seed(turn["seed"])
     (x, y), test = [(x / 255, y) for x, y in keras.datasets.fashion_mnist.load_data()]
     x, y = x[: turn["num_rows"]], y[: turn["num_rows"]]
@@ -78,7 +79,7 @@ def _train(turn: Mapping, strategy: hop_tf.ExchangeStrategy) -> list[tuple[float
         hidden = [layers.Flatten(), layers.Dense(300, activation="relu"), layers.Dense(100, activation="relu")]
         model = keras.Sequential([keras.Input(x.shape[1:]), *hidden, layers.Dense(10, activation="softmax")])
         model.compile(keras.optimizers.SGD(_LEARNING_RATE, momentum=_MOMENTUM), "sparse_categorical_crossentropy")
-    clock = images.Clock(evaluate_every=-(-len(x) // _BATCH_SIZE))
+    clock = images.Clock(evaluate_every=len(x) // _BATCH_SIZE // _EVALUATIONS)
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step(model.get_weights))
     model.fit(x, y, batch_size=_BATCH_SIZE, epochs=turn["epochs"], verbose=0, callbacks=[note])
     return list(clock.evaluate(model, test))

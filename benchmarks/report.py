@@ -9,7 +9,7 @@ measured stays in --output (by default build/report). After an interruption, the
 without changes, goes on with the next experiment.
 
 A value is the median over rounds, and its spread half the distance between the largest and the smallest one. A value
-that was measured once counts as 10 % wide. The page marks what misses its required value, and names what is worse than
+that was measured once counts as 20 % wide. The page marks what misses its required value, and names what is worse than
 in the report before by more than both spreads. Other libraries take part if they are installed, and data if it is
 there (KERAS_HOME names its folder); otherwise their rows say "not measured". Emulated networks need root.
 """
@@ -151,7 +151,7 @@ def _facts(commit: str) -> list[str]:
         *([f"Not installed, so that their rows are empty: {', '.join(missing)}."] if missing else []),
         "",
         "A value is the median over rounds. The spread is half the distance between the largest and the smallest one,",
-        "or 10 % of a value that was measured once. `results.json` beside this page has all values.",
+        "or 20 % of a value that was measured once. `results.json` beside this page has all values.",
     ]
 
 

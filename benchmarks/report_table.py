@@ -74,7 +74,7 @@ class Row:
       at_most: Required value of a quantity that should be small.
       paper: The paper's value, or the published one.
       why: A sentence for the page if the required value is missed.
-      spread_of_one: Spread of a value that was measured once; 0 for exact ones. None: a tenth of it.
+      spread_of_one: Spread of a value that was measured once; 0 for exact ones. None: a fifth of it.
     """
 
     name: str

@@ -11,7 +11,11 @@ _STAYS_A_FUNCTION = {"_noinline": True}
 
 
 def when(
-    condition: bool | tf.Tensor, emit: Callable[[], object], otherwise: Callable[[], object] | None = None
+    condition: bool | tf.Tensor,
+    emit: Callable[[], object],
+    otherwise: Callable[[], object] | None = None,
+    *,
+    usually: bool = False,
 ) -> None:
     """Emits operations that run if `condition` holds, and others that run if it does not.
 
@@ -19,27 +23,35 @@ def when(
     not run. With many variables, these visits take as long as the step itself. Here a branch is a function, which costs
     nothing while it is not called. A call takes some 50 microseconds, so `tf.cond` is better for a few operations. With
     a GPU, branches are built into the step: a function's arguments would be copied to the GPU, and back if the host
-    needs them.
+    needs them. Call this in the scope of the device that has the variables of the branches.
 
     Args:
       condition: Bool scalar. If it is a Python bool, or if no graph is traced, only the branch that runs is emitted.
       emit: Emits the operations that run if `condition` holds.
       otherwise: Emits the operations that run if it does not. Default: none.
+      usually: True if the condition holds in most steps, so that `emit` is built into the step. Default False.
     """
     if isinstance(condition, bool):
         (emit if condition else otherwise or _nothing)()
-    else:
-        tf.cond(condition, _function(emit), _function(otherwise) if otherwise else _nothing)
+        return
+    has_gpu = bool(tf.config.list_logical_devices("GPU"))
+    if has_gpu:
+        # Branches begin where the condition is, after all earlier operations on their variables. On the host, this
+        # would be an event of the GPU for each variable.
+        condition = tf.identity(condition)
+    stays_a_function = not (usually or has_gpu or tf.executing_eagerly())
+    branches = [_branch(each, stays_a_function) for each in (emit, otherwise or _nothing)]
+    tf.cond(condition, *branches)
 
 
 def _nothing() -> None:
     """Emits nothing."""
 
 
-def _function(emit: Callable[[], object]) -> Callable[[], None]:
+def _branch(emit: Callable[[], object], stays_a_function: bool) -> Callable[[], None]:
     def run() -> None:
         emit()
 
-    if tf.executing_eagerly() or tf.config.list_logical_devices("GPU"):
+    if emit is _nothing or not stays_a_function:
         return run
     return tf.function(run, autograph=False, experimental_attributes=_STAYS_A_FUNCTION)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, iterations_variable, slots_of
 from hop_tf.keras_hook.twins import Twin, has_twin
 from hop_tf.keras_hook.updates import prepare_update, update
@@ -131,7 +132,7 @@ class _TwinLookAhead(LookAhead):
             self._twin.update(joined, rate)
             self._twin.give(decayed=True)  # The optimizer has applied the decay when it calls the hooks.
 
-        tf.cond(is_due, advance, lambda: None)
+        when(is_due, advance, usually=True)
 
 
 class _OwnLookAhead(LookAhead):
@@ -170,5 +171,5 @@ class _OwnLookAhead(LookAhead):
             count.assign(count - count % every + every - 1)
             prepare_update(optimizer, own, self._variables)
 
-        tf.cond(is_due, advance, lambda: None)
+        when(is_due, advance, usually=True)
         self._own.push(own)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.optimizers import gradient_accumulation_steps, iterations_variable, scaled, slots_of
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
@@ -195,7 +196,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
     def take_assigned(self, are_assigned: tf.Tensor, weights: Sequence[tf.Tensor]) -> tf.Tensor:
         with tf.device("/cpu:0"):
             is_merged = tf.equal(self.group.step, self._pipelined_from)  # Nothing is in flight.
-        tf.cond(is_merged, lambda: self._look_ahead.take(weights), lambda: None)
+        when(is_merged, lambda: self._look_ahead.take(weights))
         return is_merged
 
     def graph_key(self) -> int:

@@ -1,0 +1,189 @@
+"""Tests how much crosses between the host and a GPU in a step: each bucket once there and once back, and little else.
+
+The second processor of `make_two_devices` stands for a GPU. TensorFlow divides a step into a graph for each device. For
+each tensor that one device computes and another one needs, it adds a pair of operations, `_Send` and `_Recv`. So what
+crosses can be counted without a GPU. A pair without values keeps an order. To the host, each pair costs an event of
+the GPU.
+"""
+
+import dataclasses
+import math
+import re
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from absl.testing import absltest, parameterized
+from tensorflow.python.eager import context
+
+from hop_tf.tools.testing import MultiProcessRunner
+from support import MEMBERS, NUM_RANKS, make_two_devices
+
+_HOST, _DEVICE = "CPU:0", "CPU:1"
+_BRANCHES = {"true": "then", "false": "else", None: ""}
+_BATCH_SIZE, _WIDTH = 8, 64
+_SENDS, _RECEIVES = ("_Send", "_HostSend"), ("_Recv", "_HostRecv")
+_NUM_LAYERS = 2, 6
+_BESIDE = 1024  # Bytes of scalars, and of a few values for each variable.
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A tensor that crosses.
+
+    Attributes:
+      to_host: True if it leaves the device.
+      name: The operation that computes it.
+      num_bytes: Its size; 0 if it only keeps an order.
+    """
+
+    to_host: bool
+    name: str
+    num_bytes: int
+
+
+class _Traced:
+    """Keeps all tensors that are traced."""
+
+    def __init__(self):
+        self._tensors = {}
+        create = tf.Graph._create_op_internal
+
+        def kept(graph, *args, **kwargs):
+            operation = create(graph, *args, **kwargs)
+            branch = re.search(r"_(true|false)_\d+$", getattr(graph, "name", ""))
+            for index, tensor in enumerate(operation.outputs):
+                self._tensors[_BRANCHES[branch and branch[1]], operation.name, index] = tensor
+            return operation
+
+        self._patch = mock.patch.object(tf.Graph, "_create_op_internal", kept)
+
+    def __enter__(self):
+        self._patch.__enter__()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._patch.__exit__(*exc_info)
+
+    def num_bytes(self, name):
+        """Returns the size of a tensor of a divided graph, or None if it was not traced.
+
+        Its name begins with those of the calls that have led to it. That of a branch ends with "then" and a number.
+        """
+        operation, _, index = name.partition(":")
+        parts = operation.split("/")
+        for first in range(len(parts)):
+            branch = parts[first - 2] if first > 1 and parts[first - 2] in _BRANCHES.values() else ""
+            tensor = self._tensors.get((branch, "/".join(parts[first:]), int(index or 0)))
+            if tensor is not None:
+                return tensor.dtype.size * math.prod(size or _BATCH_SIZE for size in tensor.shape)
+        return None
+
+
+class _Divided:
+    """The graphs of a step, one for each device."""
+
+    def __init__(self, graphs, traced):
+        self._parts = [{node.name: node for node in graph.node} for graph in graphs]
+        self._traced = traced
+
+    @property
+    def is_step(self):
+        return any(node.op == "QueueDequeueV2" for part in self._parts for node in part.values())
+
+    def crossings(self):
+        for part in self._parts:
+            for node in part.values():
+                if node.op in _SENDS:
+                    (tensor,) = node.input
+                    to_host = node.attr["recv_device"].s.decode().endswith(_HOST)
+                    yield Crossing(to_host, tensor, 0 if "/ctrl/" in tensor else self._size(part, tensor))
+
+    def _size(self, part, tensor):
+        """Returns the bytes of a tensor: those of the traced one that it is, behind operations that pass it on."""
+        while (size := self._traced.num_bytes(tensor)) is None:
+            node = part[tensor.partition(":")[0]]
+            if node.op == "Const":
+                return tf.make_ndarray(node.attr["value"].tensor).nbytes
+            if node.op in _RECEIVES:
+                key = node.attr["tensor_name"]
+                part, node = next(
+                    (part, each)
+                    for part in self._parts
+                    for each in part.values()
+                    if each.op in _SENDS and each.attr["tensor_name"] == key
+                )
+            tensor = node.input[0]
+        return size
+
+
+def _crossings(name, settings):
+    """Trains a small and a large model in a process of its own; returns what crosses in a step of each."""
+    make_two_devices()
+    devices = tf.config.list_logical_devices
+
+    def with_gpu(kind=None):
+        return devices("CPU")[1:] if kind == "GPU" else devices(kind)
+
+    context.context().enable_graph_collection()
+    found = []
+    with _Traced() as traced, mock.patch.object(tf.config, "list_logical_devices", with_gpu):
+        strategy = MEMBERS[name].make(devices=[_DEVICE], **settings)
+        for num_layers in _NUM_LAYERS:
+            _fit(strategy, num_layers)
+            graphs = context.context().export_run_metadata().function_graphs
+            steps = [each for each in (_Divided(graph.partition_graphs, traced) for graph in graphs) if each.is_step]
+            found.append([crossing for step in steps for crossing in step.crossings()])
+        strategy.shutdown()
+    return found
+
+
+def _fit(strategy, num_layers):
+    with strategy.scope():
+        layers = [keras.layers.Dense(_WIDTH) for _ in range(num_layers)]
+        model = keras.Sequential([keras.Input((_WIDTH,)), *layers])
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    data = np.ones((64, _WIDTH), np.float32)
+    model.fit(data, data, batch_size=_BATCH_SIZE * strategy.world_size, verbose=0)
+
+
+class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
+    # The numbers of events are those of today: a change that raises one must also change a number here.
+    @parameterized.parameters(
+        ("pipe_sgd", {"pipeline_width": 1}, 10),
+        ("pipe_sgd", {"pipeline_width": 2, "codec": "int8"}, 13),
+        ("dts", {"delay": 4, "interval": 4}, 19),
+        ("canary", {}, 18),
+        ("hop", {"num_backup_workers": 1}, 8),
+        ("shat", {}, 8),
+        ("dts", {}, 28),
+        ("dts", {"delay": 4, "interval": 2}, 24),
+        ("pipe_sgd", {"pipeline_width": 3}, 13),
+        ("canary_synchronous", {}, 10),
+        ("hop", {"max_staleness": 3}, 8),
+    )
+    @pytest.mark.slow(after=6)
+    def test_buckets_cross_once(self, name, settings, num_events):
+        num_ps = MEMBERS[name].num_ps
+        with MultiProcessRunner(_crossings, NUM_RANKS, num_ps=num_ps, args=(name, settings)) as runner:
+            values = runner.join().raise_for_errors().values
+        for of_rank in values:
+            for num_layers, crossings in zip(_NUM_LAYERS, of_rank, strict=True):
+                num_values = num_layers * (_WIDTH + 1) * _WIDTH
+                to_host = to_device = 4 * num_values
+                if name == "canary":  # The weights, when training begins; and the sketch in every step.
+                    to_host += num_values + 4 * 256
+                batch = 4 * 2 * _BATCH_SIZE * _WIDTH
+                self.assertBetween(_num_bytes(crossings, to_host=True), to_host, to_host + _BESIDE)
+                self.assertBetween(_num_bytes(crossings, to_host=False) - batch, to_device, to_device + _BESIDE)
+                self.assertLessEqual(sum(each.to_host for each in crossings), num_events)
+
+
+def _num_bytes(crossings, to_host):
+    return sum(each.num_bytes for each in crossings if each.to_host == to_host)
+
+
+if __name__ == "__main__":
+    absltest.main()
