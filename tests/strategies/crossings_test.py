@@ -26,6 +26,7 @@ _BRANCHES = {"true": "then", "false": "else", None: ""}
 _BATCH_SIZE, _WIDTH = 8, 64
 _SENDS, _RECEIVES = ("_Send", "_HostSend"), ("_Recv", "_HostRecv")
 _NUM_LAYERS = 2, 6
+_MOST_OF_AN_OPERATION = 10  # Nodes of the graph of a single operation, with its arguments and results.
 _BESIDE = 1024  # Bytes of scalars, and of a few values for each variable.
 
 
@@ -86,7 +87,9 @@ class _Divided:
     """The graphs of a step, one for each device."""
 
     def __init__(self, graphs, traced):
-        self._parts = [{node.name: node for node in graph.node} for graph in graphs]
+        # The graphs of operations that other threads run meanwhile may be among them.
+        large = [graph for graph in graphs if len(graph.node) > _MOST_OF_AN_OPERATION]
+        self._parts = [{node.name: node for node in graph.node} for graph in large]
         self._traced = traced
 
     @property
