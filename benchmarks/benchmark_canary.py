@@ -79,7 +79,7 @@ def _train(turn: Mapping, strategy: hop_tf.ExchangeStrategy) -> list[tuple[float
         hidden = [layers.Flatten(), layers.Dense(300, activation="relu"), layers.Dense(100, activation="relu")]
         model = keras.Sequential([keras.Input(x.shape[1:]), *hidden, layers.Dense(10, activation="softmax")])
         model.compile(keras.optimizers.SGD(_LEARNING_RATE, momentum=_MOMENTUM), "sparse_categorical_crossentropy")
-    clock = images.Clock(evaluate_every=len(x) // _BATCH_SIZE // _EVALUATIONS)
+    clock = images.Clock(evaluate_every=max(1, len(x) // _BATCH_SIZE // _EVALUATIONS))
     note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.step(model.get_weights))
     model.fit(x, y, batch_size=_BATCH_SIZE, epochs=turn["epochs"], verbose=0, callbacks=[note])
     return list(clock.evaluate(model, test))

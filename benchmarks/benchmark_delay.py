@@ -95,7 +95,7 @@ def _train(task_name: str, ranks_label: str, kind: str, seed: int) -> Trained:
     step_seconds = _STEP_SECONDS.value if _STEP_SECONDS.value is not None else _SLOW_STEP_SECONDS * len(slowdowns)
     compute = ComputeEmulation(step_seconds=step_seconds, slowdowns=slowdowns, seed=seed) if step_seconds else None
     is_peer = delay_peers.package_of(kind) is not None
-    peers.import_torch(delay_peers.package_of(kind))
+    peers.preload(delay_peers.package_of(kind))
     num_hosts = world_size + (0 if is_peer else turns.num_servers(delay_ranks.call_of(kind)))
     emulation = {"round_trip_seconds": _ROUND_TRIP.value}
     if uneven == "link":

@@ -13,7 +13,7 @@ same batch again and again. Shown are medians over the rounds, of rank 0:
 - bytes: what a rank sends in a step, with the headers of TCP and IP (of all that crosses its interface; on loopback,
   which all have in common, its part of that);
 - threads of the process;
-- first: the time until the first step has ended, most of which goes into tracing.
+- first: the time until the first step has ended, without imports. Most of it goes into tracing.
 
 Peers are PyTorch's DistributedDataParallel over gloo (`torch`) and MultiWorkerMirroredStrategy (`tf_keras`), where
 these packages are installed. Libraries alone run in one process. `--against` names another checkout of hop_tf, with its
@@ -240,7 +240,7 @@ def _cases() -> Iterator[_Case]:
         if package is not None and (model == _WIDE or not peers.is_installed(package)):
             print(f"{kind} is left out of {model}, or the package `{package}` is not installed.")
             continue
-        peers.import_torch(package)
+        peers.preload(package)
         for world in map(int, _WORLDS.value) if kind in _ALONE else [1]:
             yield _Case(model, world, kind)
             if _AGAINST.value is not None and kind in _STRATEGIES:
@@ -270,7 +270,7 @@ def _run_elsewhere(case: _Case) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         about |= {"link": _LINK.value, "rounds": 1, "output": folder}
         command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in about.items())]
-        environment = {**os.environ, "PYTHONPATH": case.checkout}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([case.checkout, os.environ.get("PYTHONPATH", "")])}
         subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
         return {quantity: value for quantity, _, (value,) in results.kept(folder)}
 

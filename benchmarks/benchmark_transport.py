@@ -222,9 +222,7 @@ def _compare(link: str) -> None:
         results.show(f"{link} {size} {name}", values)
 
 
-def main(argv: list[str]) -> None:
-    """Shows all links."""
-    del argv
+def main(_: list[str]) -> None:
     for link in _LINKS.value:
         _compare(link)
 

@@ -7,6 +7,7 @@ does not support it.
 from __future__ import annotations
 
 import datetime
+import importlib
 import importlib.util
 import itertools
 import json
@@ -23,10 +24,10 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def import_torch(package: str | None) -> None:
-    """Imports PyTorch, if it or a package on top of it is to be used, so that ranks that are forked later need not."""
-    if package in ("torch", "torchft", "hivemind"):
-        import torch.distributed  # noqa: F401
+def preload(package: str | None) -> None:
+    """Imports what a package needs, so that ranks that are forked later need not. Those of hivemind import itself."""
+    if package is not None:
+        importlib.import_module("tf_keras" if package == "tf_keras" else "torch.distributed")
 
 
 def set_cluster(rank: int, workers: Sequence[str], servers: Sequence[str] = ()) -> None:

@@ -7,14 +7,19 @@ TensorFlow or PyTorch before, because their threads would be missing in the fork
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
 import multiprocessing
 import os
+import pathlib
+import pickle
+import signal
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing import connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import logging
@@ -25,6 +30,8 @@ from hop_tf.tools.testing import network
 LOOPBACK = "loopback"
 
 _FIRST_PORT = 23000  # On hosts of their own.
+_POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1  # Of Linux: the signal for a process whose parent ends.
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -59,60 +66,59 @@ def run(
     Raises:
       RuntimeError: If a rank fails, or takes too long. The others are ended.
     """
+    gc.collect()
     gc.freeze()  # Otherwise the ranks' collectors would copy the pages of what has been imported.
-    with _hosts(world_size, num_ports, link, emulation) as (hosts, inside), contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder, _hosts(world_size, num_ports, link, emulation) as (hosts, inside):
+        paths = [pathlib.Path(folder, str(rank)) for rank in range(world_size)]
 
-        def work(rank: int) -> Any:
+        def serve(rank: int) -> None:
             os.environ.update(environment or {})
             with inside(rank):
-                return function({**case, **hosts}, rank)
+                paths[rank].write_bytes(pickle.dumps(function({**case, **hosts}, rank)))
 
-        processes = {stack.enter_context(_started(work, rank)): rank for rank in range(world_size)}
-        return _results(processes, timeout_seconds)
-
-
-@contextlib.contextmanager
-def _started(work: Callable[[int], Any], rank: int) -> Iterator[connection.Connection]:
-    """Yields a connection to a new process, which sends `work(rank)` and ends."""
-    receiver, sender = _FORK.Pipe(duplex=False)
-
-    def serve() -> None:
-        logging.set_verbosity(logging.WARNING)
+        processes: list[multiprocessing.Process] = []
         try:
-            result = work(rank)
-            sys.stdout.flush()
-            sender.send(result)
-        except BaseException:
-            traceback.print_exc()
+            for rank in range(world_size):
+                processes.append(_FORK.Process(target=_serve, args=[functools.partial(serve, rank)]))
+                processes[-1].start()
+            _await(processes, paths, timeout_seconds)
         finally:
-            os._exit(0)  # Other libraries' collectives leave threads behind that would wait for each other.
+            for process in processes:
+                if process.exitcode is None:
+                    process.kill()
+                    with contextlib.suppress(ProcessLookupError):  # It may have had no session yet.
+                        os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+        return [pickle.loads(path.read_bytes()) for path in paths]
 
-    process = _FORK.Process(target=serve)
-    process.start()
-    sender.close()  # So that the receiver sees when the process ends.
+
+def _serve(run: Callable[[], None]) -> None:
+    """Calls `run`, and ends the process and those that it has started. It ends with its parent, too."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    logging.set_verbosity(logging.WARNING)
     try:
-        yield receiver
+        run()
+    except BaseException:
+        traceback.print_exc()
     finally:
-        receiver.close()
-        process.kill()
-        process.join()
+        sys.stdout.flush()
+        # Not an orderly end: other libraries' collectives leave threads behind that would wait for each other.
+        os.killpg(0, signal.SIGKILL)
 
 
-def _results(connections: Mapping[connection.Connection, int], timeout_seconds: float) -> list:
-    """Waits for the results of all ranks. Raises as soon as any one has failed."""
+def _await(processes: Sequence[multiprocessing.Process], paths: Sequence[pathlib.Path], timeout_seconds: float) -> None:
+    """Waits until all processes have ended. Raises as soon as any one has ended without a result."""
     deadline = time.monotonic() + timeout_seconds
-    results, waiting = {}, dict(connections)
-    while waiting:
-        ready = connection.wait(waiting, max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RuntimeError(f"ranks {sorted(waiting.values())} take too long.")
-        for each in ready:
-            rank = waiting.pop(each)
-            try:
-                results[rank] = each.recv()
-            except EOFError:
-                raise RuntimeError(f"rank {rank} has ended without a result.") from None
-    return [results[rank] for rank in sorted(results)]
+    running = dict(enumerate(processes))
+    while running:
+        for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
+            exit_code = running.pop(rank).exitcode
+            if not paths[rank].exists():
+                raise RuntimeError(f"rank {rank} ended without a result, with exit code {exit_code}.")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"ranks {sorted(running)} take too long.")
+        time.sleep(_POLL_SECONDS)
 
 
 @contextlib.contextmanager

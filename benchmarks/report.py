@@ -155,9 +155,7 @@ def _facts(commit: str) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str]) -> None:
-    """Measures, and writes or compares."""
-    del argv
+def main(_: Sequence[str]) -> None:
     commit = _commit()
     names = [experiment.name for experiment in report_table.EXPERIMENTS]
     if unknown := set(_ONLY.value or ()).difference(names):

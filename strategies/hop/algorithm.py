@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from hop_tf.keras_hook.branches import when
+from hop_tf.keras_hook.branches import on_device, when
 from hop_tf.keras_hook.shares import BatchShares
 from hop_tf.runtime.algorithm import Algorithm
 from hop_tf.runtime.deltas import read_all
@@ -78,7 +78,7 @@ class HopAlgorithm(Algorithm):
             is_due = self.group.read_step() % settings.interval == 0
         # Two conditionals: the one that changes variables waits for all earlier reads. Sending need not wait.
         when(is_due, lambda: self.group.submit(values, step=self._iteration()))
-        moves, num_skipped = tf.cond(is_due, take, nothing)
+        moves, num_skipped = tf.cond(on_device(is_due), take, nothing)
         # A constant, so that the host need not wait for the device.
         return moves, tf.constant(0, tf.int64) if settings.skip is None else num_skipped
 
