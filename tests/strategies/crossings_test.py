@@ -6,7 +6,6 @@ crosses can be counted without a GPU. A pair without values keeps an order. To t
 the GPU.
 """
 
-import dataclasses
 import math
 import re
 from unittest import mock
@@ -28,21 +27,6 @@ _SENDS, _RECEIVES = ("_Send", "_HostSend"), ("_Recv", "_HostRecv")
 _NUM_LAYERS = 2, 6
 _MOST_OF_AN_OPERATION = 10  # Nodes of the graph of a single operation, with its arguments and results.
 _BESIDE = 1024  # Bytes of scalars, and of a few values for each variable.
-
-
-@dataclasses.dataclass(frozen=True)
-class Crossing:
-    """A tensor that crosses.
-
-    Attributes:
-      to_host: True if it leaves the device.
-      name: The operation that computes it.
-      num_bytes: Its size; 0 if it only keeps an order.
-    """
-
-    to_host: bool
-    name: str
-    num_bytes: int
 
 
 class _Traced:
@@ -84,25 +68,23 @@ class _Traced:
 
 
 class _Divided:
-    """The graphs of a step, one for each device."""
+    """The graphs of a training, for each device. Only a step has values for several devices."""
 
-    def __init__(self, graphs, traced):
-        # The graphs of operations that other threads run meanwhile may be among them.
+    def __init__(self, metadata, traced):
+        graphs = [graph for function in metadata.function_graphs for graph in function.partition_graphs]
+        # Threads run single operations meanwhile. TensorFlow has a graph for each, with arguments on the host.
         large = [graph for graph in graphs if len(graph.node) > _MOST_OF_AN_OPERATION]
         self._parts = [{node.name: node for node in graph.node} for graph in large]
         self._traced = traced
 
-    @property
-    def is_step(self):
-        return any(node.op == "QueueDequeueV2" for part in self._parts for node in part.values())
-
     def crossings(self):
+        """Yields whether a tensor crosses to the host, and its bytes, or 0 if it only keeps an order."""
         for part in self._parts:
             for node in part.values():
                 if node.op in _SENDS:
                     (tensor,) = node.input
                     to_host = node.attr["recv_device"].s.decode().endswith(_HOST)
-                    yield Crossing(to_host, tensor, 0 if "/ctrl/" in tensor else self._size(part, tensor))
+                    yield to_host, 0 if "/ctrl/" in tensor else self._size(part, tensor)
 
     def _size(self, part, tensor):
         """Returns the bytes of a tensor: those of the traced one that it is, behind operations that pass it on."""
@@ -136,9 +118,7 @@ def _crossings(name, settings):
         strategy = MEMBERS[name].make(devices=[_DEVICE], **settings)
         for num_layers in _NUM_LAYERS:
             _fit(strategy, num_layers)
-            graphs = context.context().export_run_metadata().function_graphs
-            steps = [each for each in (_Divided(graph.partition_graphs, traced) for graph in graphs) if each.is_step]
-            found.append([crossing for step in steps for crossing in step.crossings()])
+            found.append(list(_Divided(context.context().export_run_metadata(), traced).crossings()))
         strategy.shutdown()
     return found
 
@@ -182,11 +162,11 @@ class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
                 batch = 4 * 2 * _BATCH_SIZE * _WIDTH
                 self.assertBetween(_num_bytes(crossings, to_host=True), to_host, to_host + _BESIDE)
                 self.assertBetween(_num_bytes(crossings, to_host=False) - batch, to_device, to_device + _BESIDE)
-                self.assertEqual(sum(each.to_host for each in crossings), num_events)
+                self.assertEqual(sum(to_host for to_host, _ in crossings), num_events)
 
 
 def _num_bytes(crossings, to_host):
-    return sum(each.num_bytes for each in crossings if each.to_host == to_host)
+    return sum(num_bytes for is_to_host, num_bytes in crossings if is_to_host == to_host)
 
 
 if __name__ == "__main__":
