@@ -103,7 +103,7 @@ def run(
       **about: Further arguments of `ranks.run`.
 
     Returns:
-      What `measure` returned at all workers, for each turn.
+      The values that `measure` returned at all workers, for each turn.
     """
     turns = list(turns)
     of_ranks = ranks.run(

@@ -22,7 +22,7 @@ from absl.testing import absltest, parameterized
 
 import hop_tf
 from hop_tf.tools.testing import InProcessCluster
-from support import MEMBERS, NUM_RANKS, undisturbed_times
+from support import MEMBERS, NUM_RANKS, noting_operations, undisturbed_times
 
 _NUM_INPUTS, _NUM_OUTPUTS = 64, 32
 _NUM_LAYERS = 8
@@ -96,18 +96,15 @@ class _Operations:
         self.number = 0
 
     def __enter__(self):
-        create = tf.Graph._create_op_internal
-
-        def counted(*args, **kwargs):
-            self.number += 1
-            return create(*args, **kwargs)
-
-        self._patch = mock.patch.object(tf.Graph, "_create_op_internal", counted)
+        self._patch = noting_operations(self._count)
         self._patch.__enter__()
         return self
 
     def __exit__(self, *exc_info):
         self._patch.__exit__(*exc_info)
+
+    def _count(self, operation):
+        self.number += 1
 
 
 def _many_small_variables():

@@ -18,7 +18,7 @@ from absl.testing import absltest, parameterized
 from tensorflow.python.eager import context
 
 from hop_tf.tools.testing import MultiProcessRunner
-from support import MEMBERS, NUM_RANKS, make_two_devices
+from support import MEMBERS, NUM_RANKS, make_two_devices, noting_operations
 
 _HOST, _DEVICE = "CPU:0", "CPU:1"
 _BRANCHES = {"true": "then", "false": "else", None: ""}
@@ -34,23 +34,11 @@ class _Traced:
 
     def __init__(self):
         self._tensors = {}
-        create = tf.Graph._create_op_internal
 
-        def kept(graph, *args, **kwargs):
-            operation = create(graph, *args, **kwargs)
-            branch = re.search(r"_(true|false)_\d+$", getattr(graph, "name", ""))
-            for index, tensor in enumerate(operation.outputs):
-                self._tensors[_BRANCHES[branch and branch[1]], operation.name, index] = tensor
-            return operation
-
-        self._patch = mock.patch.object(tf.Graph, "_create_op_internal", kept)
-
-    def __enter__(self):
-        self._patch.__enter__()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._patch.__exit__(*exc_info)
+    def keep(self, operation):
+        branch = re.search(r"_(true|false)_\d+$", getattr(operation.graph, "name", ""))
+        for index, tensor in enumerate(operation.outputs):
+            self._tensors[_BRANCHES[branch and branch[1]], operation.name, index] = tensor
 
     def num_bytes(self, name):
         """Returns the size of a tensor of a divided graph, or None if it was not traced.
@@ -113,8 +101,8 @@ def _crossings(name, settings):
         return devices("CPU")[1:] if kind == "GPU" else devices(kind)
 
     context.context().enable_graph_collection()
-    found = []
-    with _Traced() as traced, mock.patch.object(tf.config, "list_logical_devices", with_gpu):
+    traced, found = _Traced(), []
+    with noting_operations(traced.keep), mock.patch.object(tf.config, "list_logical_devices", with_gpu):
         strategy = MEMBERS[name].make(devices=[_DEVICE], **settings)
         for num_layers in _NUM_LAYERS:
             _fit(strategy, num_layers)

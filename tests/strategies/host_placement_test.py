@@ -20,7 +20,7 @@ from tensorflow.python.framework import constant_op
 import hop_tf
 from hop_tf.tensors.fifo import enqueue_arrays
 from hop_tf.tools.testing import MultiProcessRunner
-from support import MEMBERS, NUM_RANKS, make_two_devices
+from support import MEMBERS, NUM_RANKS, make_two_devices, noting_operations
 
 _OWN_THREADS = "hop_tf (?!rank)"  # Those of the test have the names of ranks.
 _RUN = {"TFE_Py_FastPathExecute": 1, "TFE_Py_Execute": 2}  # Index of the operation's name among the arguments.
@@ -56,46 +56,26 @@ class _EagerOperations:
             patch.__exit__(*exc_info)
 
 
-class _GraphOperations:
-    """Keeps the operations that are traced."""
-
-    def __init__(self):
-        self._operations = []
-        create = tf.Graph._create_op_internal
-
-        def kept(*args, **kwargs):
-            self._operations.append(create(*args, **kwargs))
-            return self._operations[-1]
-
-        self._patch = mock.patch.object(tf.Graph, "_create_op_internal", kept)
-
-    def __enter__(self):
-        self._patch.__enter__()
-        return self
-
-    def __exit__(self, *exc_info):
-        self._patch.__exit__(*exc_info)
-
-    def of_host_values(self, device):
-        """Returns the operations on `device` that compute int64 or bool only from values of the host."""
-        host, constants, found = set(), set(), []
-        for operation in self._operations:
-            inputs = {id(tensor.op) for tensor in operation.inputs} - constants
-            if operation.type == "Placeholder" and operation.outputs[0].dtype != tf.resource:
-                if _origin(operation.outputs[0]).endswith("CPU:0"):
-                    host.add(id(operation))  # A condition has captured it.
-            elif operation.type == "Const":
-                constants.add(id(operation))
-            elif operation.type == "ReadVariableOp":
-                if _origin(operation.inputs[0]).endswith("CPU:0"):
-                    host.add(id(operation))
-            elif operation.device.endswith("CPU:0"):
+def _of_host_values(operations, device):
+    """Returns the operations on `device` that compute int64 or bool only from values of the host."""
+    host, constants, found = set(), set(), []
+    for operation in operations:
+        inputs = {id(tensor.op) for tensor in operation.inputs} - constants
+        if operation.type == "Placeholder" and operation.outputs[0].dtype != tf.resource:
+            if _origin(operation.outputs[0]).endswith("CPU:0"):
+                host.add(id(operation))  # A condition has captured it.
+        elif operation.type == "Const":
+            constants.add(id(operation))
+        elif operation.type == "ReadVariableOp":
+            if _origin(operation.inputs[0]).endswith("CPU:0"):
                 host.add(id(operation))
-            elif inputs and inputs <= host and {each.dtype for each in operation.outputs} <= {tf.int64, tf.bool}:
-                host.add(id(operation))
-                if operation.device.endswith(device):
-                    found.append(f"{operation.type} {operation.name}")
-        return found
+        elif operation.device.endswith("CPU:0"):
+            host.add(id(operation))
+        elif inputs and inputs <= host and {each.dtype for each in operation.outputs} <= {tf.int64, tf.bool}:
+            host.add(id(operation))
+            if operation.device.endswith(device):
+                found.append(f"{operation.type} {operation.name}")
+    return found
 
 
 def _origin(handle):
@@ -122,11 +102,12 @@ def _misplaced(name, settings):
     If ranks were threads, each with eager operations on logical devices, TensorFlow would mix up their shapes.
     """
     make_two_devices()
-    with _GraphOperations() as operations:
+    operations = []
+    with noting_operations(operations.append):
         strategy = MEMBERS[name].make(devices=["CPU:1"], **settings)
         _fit(strategy)
         strategy.shutdown()
-    return operations.of_host_values("CPU:1")
+    return _of_host_values(operations, "CPU:1")
 
 
 class HostPlacementTest(tf.test.TestCase, parameterized.TestCase):

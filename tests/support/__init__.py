@@ -121,6 +121,18 @@ def make_two_devices():
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * len(TWO_DEVICES))
 
 
+def noting_operations(note):
+    """Returns a context in which `note(operation)` is called for each operation that is traced."""
+    create = tf.Graph._create_op_internal
+
+    def noted(*args, **kwargs):
+        operation = create(*args, **kwargs)
+        note(operation)
+        return operation
+
+    return mock.patch.object(tf.Graph, "_create_op_internal", noted)
+
+
 def linear_loss(y, y_pred):
     """A loss whose gradients do not depend on the weights, so that their sum is known in advance."""
     return tf.reduce_sum(y * y_pred, axis=-1)
