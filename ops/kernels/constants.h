@@ -20,6 +20,7 @@ constexpr uint32_t kNumBins = 1u << (32 - kBinShift);
 constexpr uint32_t kLowMask = (1u << kBinShift) - 1;
 constexpr uint32_t kSignBin = kNumBins / 2;
 constexpr uint32_t kFirstNormalBin = kSmallestNormal >> kBinShift;
+constexpr uint32_t kInfinityBin = kInfinity >> kBinShift;
 // A bin with more than this part of all values is refined, so that buckets begin within half of that of their rank. So
 // there are fewer refined bins than this: they hold either two or more of fewer than 1000 values, or more than n / 500
 // of n values each.

@@ -136,6 +136,11 @@ class Histogram {
     }
   }
 
+  void AddMembers(uint32_t bin, uint64_t members) {
+    is_used_[bin / kBlockBins] = true;
+    counts_[bin].members += members;
+  }
+
   uint32_t NumBins() const { return static_cast<uint32_t>(is_used_.size()) * kBlockBins; }
   Count& operator[](uint32_t bin) { return counts_[bin]; }
   const Count& operator[](uint32_t bin) const { return counts_[bin]; }
@@ -147,16 +152,31 @@ class Histogram {
 
 static_assert(kSignBin % Histogram::kBlockBins == 0);
 
+// Where in a table the codes of a bin's values are: the code of a value is as many places behind the first one as the
+// value's low bits say, without the last `shift` of them.
+class Place {
+ public:
+  Place() = default;
+  Place(uint32_t first, int shift) : word_(first << kShiftBits | shift) {}
+
+  uint32_t Of(uint32_t low) const { return (word_ >> kShiftBits) + (low >> (word_ & ((1u << kShiftBits) - 1))); }
+  bool IsRefined() const { return word_ >= kNumBins << kShiftBits; }
+
+ private:
+  static constexpr int kShiftBits = 5;
+  uint32_t word_ = kBinShift;
+};
+
 // Memory that is used again in the next call on the same thread: fresh pages would cost more than the work on small arrays.
 // Of tables by bin, what belongs to bins without a value is not looked at, and not set.
 struct Scratch {
   std::vector<std::vector<uint64_t>> counters;  // For each part of the values; all 0 between uses.
   Histogram bin_counts;
-  std::vector<uint16_t> refined = std::vector<uint16_t>(kNumBins);  // 0, or the place among refined bins, from 1.
-  Histogram part_counts;                                            // Of the parts of refined bins.
+  std::vector<Place> places = std::vector<Place>(kNumBins);  // That of a bin that is not refined is its number.
+  std::vector<uint32_t> refined;  // Bins.
+  Histogram part_counts;          // Of the parts of refined bins.
   std::vector<Bin> bins;
-  std::vector<uint8_t> table = std::vector<uint8_t>(kNumBins);  // The code of each bin ...
-  std::vector<uint8_t> part_table;                              // ... and of each part.
+  std::vector<uint8_t> table;  // The codes of bins and of parts.
 
   void Shrink() {
     if (counters.size() > 1) counters.resize(1);
@@ -165,6 +185,15 @@ struct Scratch {
 
 // Counting and looking up take long enough between two tiles for the processor's own prefetching to stop.
 constexpr int kFloatsPerCacheLine = 16;
+
+// With fewer than this part of zeros, it takes longer to spread them than to wait for additions to their counter.
+constexpr int kManyZeros = 32;
+
+// The halves of a pattern. To load them takes less than to divide the pattern.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+inline uint32_t UpperHalf(const void* patterns, int i) { return Load<uint16_t>(patterns, 2 * i + 1); }
+inline uint32_t LowerHalf(const void* patterns, int i) { return Load<uint16_t>(patterns, 2 * i); }
+static_assert(kBinShift == 16);
 
 // Calls body(i) for i in [0, count), and meanwhile brings `count` floats at `next` into the cache.
 template <typename Body>
@@ -221,76 +250,89 @@ class SketchEncoder {
     }
   }
 
-  // Counts all values. add(patterns, count, next, counters) counts a tile of patterns. Returns the largest magnitude.
+  // Counts all values. add(patterns, count, next, counters) counts a tile of patterns.
   template <typename Add>
-  uint32_t CountAll(Histogram& counts, const Add& add) {
+  void CountAll(Histogram& counts, const Add& add) {
     auto& counters = scratch_.counters;
     if (counters.size() < static_cast<size_t>(num_threads_)) counters.resize(num_threads_);
     for (auto& each : counters) each.resize(std::max<size_t>(each.size(), counts.NumBins()));
     std::mutex mutex;
-    uint32_t largest = 0;
     ParallelFor(num_values_, num_threads_, kTileValues, [&](int part, int64_t begin, int64_t end) {
       constexpr int64_t kStep = kMostCountedTogether / kTileValues * kTileValues;
       for (; begin < end; begin += kStep) {
-        uint32_t largest_here = 0;
         ForTiles(begin, std::min(begin + kStep, end), [&](int64_t, int count, const void* floats, const void* next) {
-          uint32_t patterns[kTileValues];
-          largest_here = std::max(largest_here, SpreadZeros(floats, count, patterns));
-          add(patterns, count, next, counters[part].data());
+          add(floats, count, next, counters[part].data());
         });
         const std::lock_guard<std::mutex> lock(mutex);
-        largest = std::max(largest, largest_here);
         counts.Take(counters[part].data());
       }
     });
-    return largest;
   }
 
   // Returns whether all values are finite.
   bool CountBins() {
     auto& counts = scratch_.bin_counts;
     counts.Reset(kNumBins);
-    const auto add = [](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {
+    CountAll(counts, [](const void* patterns, int count, const void* next, uint64_t* counters) {
+      uint32_t spread[kTileValues];
+      if (CountZeros(patterns, count) > count / kManyZeros) {
+        SpreadZeros(patterns, count, spread);
+        patterns = spread;
+      }
       ForEachWithPrefetch(count, next, [=](int i) {
-        counters[patterns[i] >> kBinShift] += (uint64_t{1} << kCountShift) | (patterns[i] & kLowMask);
+        counters[UpperHalf(patterns, i)] += (uint64_t{1} << kCountShift) | LowerHalf(patterns, i);
       });
-    };
-    const uint32_t largest = CountAll(counts, add);
-    for (uint32_t i = 1; i < kNumZeroBins; ++i) counts[0].members += std::exchange(counts[i], {}).members;
-    return largest < kInfinity;
+    });
+    uint64_t num_zeros = 0, num_infinite = 0;
+    for (const uint32_t sign : {0u, kSignBin}) {
+      counts.ForUsed(sign, sign + kFirstNormalBin, [&](uint32_t bin) {
+        num_zeros += std::exchange(counts[bin], {}).members;
+      });
+      counts.ForUsed(sign + kInfinityBin, sign + kSignBin, [&](uint32_t bin) { num_infinite += counts[bin].members; });
+    }
+    counts.AddMembers(0, num_zeros);
+    return num_infinite == 0;  // Nor nan.
   }
 
   void RefineBins() {
     const uint64_t most = std::max<uint64_t>(1, num_values_ / kRefineFraction);
     auto& refined = scratch_.refined;
-    for (const uint32_t zeros : {0u, kSignBin}) std::fill_n(refined.begin() + zeros, kFirstNormalBin, uint16_t{0});
+    refined.clear();
     scratch_.bin_counts.ForUsed(0, kNumBins, [&](uint32_t bin) {
-      refined[bin] = bin != 0 && scratch_.bin_counts[bin].members > most ? ++num_refined_ : 0;
+      scratch_.places[bin] = Place(bin, kBinShift);
+      if (bin != 0 && scratch_.bin_counts[bin].members > most) refined.push_back(bin);
     });
-    if (num_refined_ == 0) return;
-    while (num_refined_ * NumPartsOfBin() > kMaxParts) ++part_shift_;
-    scratch_.part_counts.Reset(num_refined_ * NumPartsOfBin());
+    if (refined.empty()) return;
+    while (refined.size() * NumPartsOfBin() > kMaxParts) ++part_shift_;
+    for (size_t i = 0; i < refined.size(); ++i) {
+      scratch_.places[refined[i]] = Place(kNumBins + i * PartsStride(), part_shift_);
+    }
+    scratch_.part_counts.Reset(refined.size() * PartsStride());
+    CountAll(scratch_.part_counts, [this](const void* patterns, int count, const void* next, uint64_t* counters) {
+      CountParts(patterns, count, next, counters);
+    });
+  }
+
+  void CountParts(const void* patterns, int count, const void* next, uint64_t* counters) const {
+    const Place* const places = scratch_.places.data();
     const uint32_t low_mask = (1u << part_shift_) - 1;
-    CountAll(scratch_.part_counts, [&](const uint32_t* patterns, int count, const void* next, uint64_t* counters) {
-      const uint16_t* const refined = scratch_.refined.data();
-      uint32_t kept[kTileValues];
-      int num_kept = 0;
-      ForEachWithPrefetch(count, next, [&](int i) {
-        kept[num_kept] = patterns[i];
-        num_kept += refined[patterns[i] >> kBinShift] != 0;
-      });
-      for (int i = 0; i < num_kept; ++i) {
-        counters[PartIndex(refined[kept[i] >> kBinShift], kept[i])] +=
-            (uint64_t{1} << kCountShift) | (kept[i] & low_mask);
-      }
+    uint32_t kept[kTileValues];
+    int num_kept = 0;
+    ForEachWithPrefetch(count, next, [&](int i) {
+      kept[num_kept] = Load<uint32_t>(patterns, i);
+      num_kept += places[UpperHalf(patterns, i)].IsRefined();
     });
+#pragma GCC unroll 8
+    for (int i = 0; i < num_kept; ++i) {
+      const uint32_t low = LowerHalf(kept, i);
+      counters[places[UpperHalf(kept, i)].Of(low) - kNumBins] += (uint64_t{1} << kCountShift) | (low & low_mask);
+    }
   }
 
   uint32_t NumPartsOfBin() const { return 1u << (kBinShift - part_shift_); }
 
-  uint32_t PartIndex(uint32_t refined, uint32_t pattern) const {
-    return (refined - 1) * NumPartsOfBin() + ((pattern & kLowMask) >> part_shift_);
-  }
+  // If the same parts of all bins were powers of two apart, they would fall into the same few lines of the cache.
+  uint32_t PartsStride() const { return NumPartsOfBin() + Histogram::kBlockBins; }
 
   // Lists what is not empty, in the order of the values.
   void ListBins() {
@@ -302,12 +344,11 @@ class SketchEncoder {
 
   void ListBin(uint32_t bin) {
     const uint32_t pattern = bin << kBinShift;
-    const uint32_t refined = scratch_.refined[bin];
-    if (refined == 0) {
+    if (!scratch_.places[bin].IsRefined()) {
       ListIfOccupied({pattern, bin == 0 ? 0 : kBinShift, scratch_.bin_counts[bin]});  // Zeros are all alike.
       return;
     }
-    const uint32_t first = (refined - 1) * NumPartsOfBin(), end = first + NumPartsOfBin();
+    const uint32_t first = scratch_.places[bin].Of(0) - kNumBins, end = first + NumPartsOfBin();
     const auto list = [&](uint32_t part) {
       ListIfOccupied({pattern | (part - first) << part_shift_, part_shift_, scratch_.part_counts[part]});
     };
@@ -375,21 +416,19 @@ class SketchEncoder {
   }
 
   void WriteCodes(uint8_t* codes) {
-    auto &table = scratch_.table, &part_table = scratch_.part_table;
-    part_table.resize(num_refined_ * NumPartsOfBin());
+    auto& table = scratch_.table;
+    const size_t size = kNumBins + scratch_.refined.size() * PartsStride();
+    if (table.size() < size) table.resize(size);
     for (const Bin& bin : scratch_.bins) {
-      const uint32_t index = bin.pattern >> kBinShift;
-      uint8_t& code = scratch_.refined[index] ? part_table[PartIndex(scratch_.refined[index], bin.pattern)] : table[index];
-      code = static_cast<uint8_t>(bin.code);
+      table[scratch_.places[bin.pattern >> kBinShift].Of(bin.pattern & kLowMask)] = static_cast<uint8_t>(bin.code);
     }
-    for (uint32_t i = 1; i < kFirstNormalBin; ++i) table[i] = table[0];
-    for (uint32_t i = 0; i < kFirstNormalBin; ++i) table[kSignBin + i] = table[0];
+    for (const uint32_t sign : {0u, kSignBin}) std::fill_n(&table[sign], kFirstNormalBin, table[0]);
     ParallelFor(num_values_, num_threads_, kTileValues, [&](int, int64_t begin, int64_t end) {
       ForTiles(begin, end, [&](int64_t first, int count, const void* floats, const void* next) {
-        if (num_refined_ == 0) {
+        if (scratch_.refined.empty()) {
           LookUp(floats, count, next, table.data(), codes + first);
         } else {
-          LookUpRefined(floats, count, next, table.data(), part_table.data(), codes + first);
+          LookUpRefined(floats, count, next, scratch_.places.data(), table.data(), codes + first);
         }
       });
     });
@@ -398,19 +437,14 @@ class SketchEncoder {
   // Bytes may alias anything, pointers in memory included: in these loops every pointer is a local variable.
 
   static void LookUp(const void* floats, int count, const void* next, const uint8_t* table, uint8_t* codes) {
-    ForEachWithPrefetch(count, next, [=](int i) { codes[i] = table[Load<uint32_t>(floats, i) >> kBinShift]; });
+    ForEachWithPrefetch(count, next, [=](int i) { codes[i] = table[UpperHalf(floats, i)]; });
   }
 
-  void LookUpRefined(const void* floats, int count, const void* next, const uint8_t* table, const uint8_t* part_table,
-                     uint8_t* codes) const {
-    const uint16_t* const refined_bins = scratch_.refined.data();
+  // Without a branch, which would be slower where values are refined or not by chance.
+  static void LookUpRefined(const void* floats, int count, const void* next, const Place* places, const uint8_t* table,
+                            uint8_t* codes) {
     ForEachWithPrefetch(count, next, [=](int i) {
-      const uint32_t pattern = Load<uint32_t>(floats, i);
-      const uint32_t refined = refined_bins[pattern >> kBinShift];
-      // Both are read: to jump would be slower where values are refined or not by chance.
-      const uint8_t code_of_bin = table[pattern >> kBinShift];
-      const uint8_t code_of_part = part_table[refined != 0 ? PartIndex(refined, pattern) : 0];
-      codes[i] = refined != 0 ? code_of_part : code_of_bin;
+      codes[i] = table[places[UpperHalf(floats, i)].Of(LowerHalf(floats, i))];
     });
   }
 
@@ -421,7 +455,6 @@ class SketchEncoder {
   const int num_threads_;
   Scratch& scratch_;
 
-  uint16_t num_refined_ = 0;
   int part_shift_ = 0;  // A part is what values have in common above so many bits.
 };
 

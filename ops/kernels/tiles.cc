@@ -45,16 +45,20 @@ HOP_TF_MULTIVERSION uint32_t MaxMagnitudeBits(const void* floats, int64_t count)
   return largest;
 }
 
-HOP_TF_MULTIVERSION uint32_t SpreadZeros(const void* floats, int count, uint32_t* patterns) {
-  uint32_t largest = 0;
+HOP_TF_MULTIVERSION int CountZeros(const void* floats, int count) {
+  int num_zeros = 0;
+  for (int i = 0; i < count; ++i) num_zeros += (Load<uint32_t>(floats, i) & kMagnitudeMask) < kSmallestNormal;
+  return num_zeros;
+}
+
+HOP_TF_MULTIVERSION void SpreadZeros(const void* floats, int count, uint32_t* patterns) {
+  constexpr uint32_t kNumSpread = 16;
+  static_assert(kNumSpread <= kFirstNormalBin);
   for (int i = 0; i < count; ++i) {
     const uint32_t bits = Load<uint32_t>(floats, i);
-    const uint32_t magnitude = bits & kMagnitudeMask;
-    const uint32_t zero = (static_cast<uint32_t>(i) % kNumZeroBins) << 16;
-    largest = std::max(largest, magnitude);
-    patterns[i] = magnitude < kSmallestNormal ? zero : bits;
+    const uint32_t zero = (static_cast<uint32_t>(i) % kNumSpread) << kBinShift;
+    patterns[i] = (bits & kMagnitudeMask) < kSmallestNormal ? zero : bits;
   }
-  return largest;
 }
 
 namespace {

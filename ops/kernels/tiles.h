@@ -18,10 +18,12 @@ void LoadTile(const void* values, HopTfType type, int64_t begin, int count, floa
 // The largest magnitude, as a pattern: patterns of magnitudes are ordered like the magnitudes, nan above infinity.
 uint32_t MaxMagnitudeBits(const void* floats, int64_t count);
 
-// Prepares patterns for counting: what counts as zero is spread over `kNumZeroBins` bins that no other value falls
-// into, so that one addition to a counter need not wait for the one before. Returns the largest magnitude.
-uint32_t SpreadZeros(const void* floats, int count, uint32_t* patterns);
-constexpr uint32_t kNumZeroBins = 16;
+// The number of magnitudes that no normal number has. They count as zero.
+int CountZeros(const void* floats, int count);
+
+// Copies patterns, and spreads what counts as zero over bins of such magnitudes. An addition to a counter then need not
+// wait for the one before.
+void SpreadZeros(const void* floats, int count, uint32_t* patterns);
 
 // codes = round(values * inverse_scale).
 void QuantizeTile(const void* floats, int64_t count, float inverse_scale, int8_t* codes);
