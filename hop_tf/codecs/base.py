@@ -69,6 +69,14 @@ class Codec(abc.ABC):
         """True if the codec has `emit_encode`, `part` and `accumulate_part`."""
         return False
 
+    @property
+    def is_divisible(self) -> bool:
+        """True if the encoding of a vector can be put together from those of its parts, cut at `granularity`.
+
+        Such a codec has `num_bytes`, `cut`, `paste`, `emit_encode` and `emit_decode`.
+        """
+        return False
+
     def at_step(self, step: int) -> Codec:
         """The codec of a step: this codec, unless its settings change with time. Steps count from 0 in every `fit`."""
         del step
@@ -109,6 +117,50 @@ class Codec(abc.ABC):
           1-D uint8 tensor, as from `encode`.
         """
         raise NotImplementedError(f"{self} does not encode in the graph.")
+
+    def emit_decode(self, data: tf.Tensor, num_values: int) -> tf.Tensor:
+        """Emits the ops that decode a vector on the device that uses it, which may be a GPU.
+
+        Args:
+          data: 1-D uint8 tensor: see `decode`.
+          num_values: Number of values.
+
+        Returns:
+          1-D float32 tensor.
+        """
+        raise NotImplementedError(f"{self} does not decode in the graph.")
+
+    def num_bytes(self, num_values: int) -> int:
+        """The length of the encoding of so many values."""
+        raise NotImplementedError(f"{self} is not divisible.")
+
+    def cut(self, data: np.ndarray, num_values: int, where: slice, pool: BufferPool) -> np.ndarray:
+        """Returns the encoding of some values of an encoded vector.
+
+        Args:
+          data: See `decode`.
+          num_values: Number of values of the vector.
+          where: The slice of the values. It begins at a multiple of `granularity`, and ends at one or with the vector.
+          pool: See `encode`.
+
+        Returns:
+          See `encode`.
+        """
+        raise NotImplementedError(f"{self} is not divisible.")
+
+    def paste(self, part: np.ndarray, data: np.ndarray, num_values: int, where: slice) -> None:
+        """Writes the encoding of some values to that of a vector: the inverse of `cut`.
+
+        Args:
+          part: The encoding of the values at `where`.
+          data: The encoding of the vector, to write to.
+          num_values: See `cut`.
+          where: See `cut`.
+
+        Raises:
+          ValueError: If `part` has another length.
+        """
+        raise NotImplementedError(f"{self} is not divisible.")
 
     def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
         """Returns the encoding of some values of an encoded vector, times a factor.

@@ -124,17 +124,40 @@ class Truncate16(Codec):
     def bytes_per_value(self) -> float:
         return 2.0
 
+    @property
+    def is_divisible(self) -> bool:
+        return True
+
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
-        data = pool.take(2 * values.size)
+        data = pool.take(self.num_bytes(values.size))
         arrays.truncate16_encode(values, self.round_to_nearest, out=data.view(_BFLOAT16))
         return data
 
     def decode(self, data: np.ndarray, out: np.ndarray) -> None:
-        arrays.truncate16_decode(checked(self, data, 2 * out.size, out.size).view(_BFLOAT16), out=out)
+        arrays.truncate16_decode(self._halves(data, out.size), out=out)
 
     def accumulate(self, data: np.ndarray, accumulator: np.ndarray) -> None:
-        halves = checked(self, data, 2 * accumulator.size, accumulator.size).view(_BFLOAT16)
-        arrays.truncate16_accumulate(halves, accumulator)
+        arrays.truncate16_accumulate(self._halves(data, accumulator.size), accumulator)
+
+    def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
+        return _to_bytes(encodings.truncate16_encode(values, self.round_to_nearest))
+
+    def emit_decode(self, data: tf.Tensor, num_values: int) -> tf.Tensor:
+        del num_values
+        return encodings.truncate16_decode(_from_bytes(data, tf.bfloat16))
+
+    def num_bytes(self, num_values: int) -> int:
+        return 2 * num_values
+
+    def cut(self, data: np.ndarray, num_values: int, where: slice, pool: BufferPool) -> np.ndarray:
+        del pool
+        return self._halves(data, num_values)[where].view(np.uint8)
+
+    def paste(self, part: np.ndarray, data: np.ndarray, num_values: int, where: slice) -> None:
+        self._halves(data, num_values)[where] = self._halves(part, where.stop - where.start)
+
+    def _halves(self, data: np.ndarray, num_values: int) -> np.ndarray:
+        return checked(self, data, self.num_bytes(num_values), num_values).view(_BFLOAT16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,8 +188,12 @@ class Int8(Codec):
     def granularity(self) -> int:
         return self.block_size or 1
 
+    @property
+    def is_divisible(self) -> bool:
+        return self.block_size is not None
+
     def encode(self, values: np.ndarray, pool: BufferPool) -> np.ndarray:
-        data = pool.take(self._num_bytes(values.size))
+        data = pool.take(self.num_bytes(values.size))
         arrays.int8_encode(values, self.block_size, out=self._split(data, values.size))
         return data
 
@@ -184,18 +211,43 @@ class Int8(Codec):
             arrays.int8_accumulate(codes, scales, out, self.block_size)
 
     def reduce(self, data: np.ndarray, values: np.ndarray, pool: BufferPool) -> np.ndarray:
-        result = pool.take(self._num_bytes(values.size))
+        result = pool.take(self.num_bytes(values.size))
         codes, scales = self._split(data, values.size)
         out = self._split(result, values.size)
         arrays.int8_reduce(codes, scales, values, self.block_size, out=out)
         return result
 
-    def _num_bytes(self, num_values: int) -> int:
+    def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
+        codes, scales = encodings.int8_encode(values, self.block_size)
+        return tf.concat([_to_bytes(scales), _to_bytes(codes)], axis=0)
+
+    def emit_decode(self, data: tf.Tensor, num_values: int) -> tf.Tensor:
+        scales, codes = tf.split(data, [4 * num_blocks(num_values, self.block_size), num_values])
+        return encodings.int8_decode(_from_bytes(codes, tf.int8), _from_bytes(scales, tf.float32), self.block_size)
+
+    def num_bytes(self, num_values: int) -> int:
         return 4 * num_blocks(num_values, self.block_size) + num_values
+
+    def cut(self, data: np.ndarray, num_values: int, where: slice, pool: BufferPool) -> np.ndarray:
+        part = pool.take(self.num_bytes(where.stop - where.start))
+        codes, scales = self._split(part, where.stop - where.start)
+        codes_of_vector, scales_of_vector = self._split(data, num_values)
+        np.copyto(codes, codes_of_vector[where])
+        np.copyto(scales, scales_of_vector[self._blocks(where)])
+        return part
+
+    def paste(self, part: np.ndarray, data: np.ndarray, num_values: int, where: slice) -> None:
+        codes, scales = self._split(part, where.stop - where.start)
+        codes_of_vector, scales_of_vector = self._split(data, num_values)
+        np.copyto(codes_of_vector[where], codes)
+        np.copyto(scales_of_vector[self._blocks(where)], scales)
+
+    def _blocks(self, where: slice) -> slice:
+        return slice(where.start // self.block_size, num_blocks(where.stop, self.block_size))
 
     def _split(self, data: np.ndarray, num_values: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns codes and scales. In `data` the scales come first, so that they are aligned."""
-        checked(self, data, self._num_bytes(num_values), num_values)
+        checked(self, data, self.num_bytes(num_values), num_values)
         end = 4 * num_blocks(num_values, self.block_size)
         return data[end:].view(np.int8), data[:end].view(np.float32)
 
@@ -236,7 +288,7 @@ class QuantileSketch(Codec):
 
     def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
         codes, bucket_values = encodings.quantile_sketch_encode(values, self.spacing)
-        return tf.concat([tf.reshape(tf.bitcast(bucket_values, tf.uint8), [-1]), codes], axis=0)
+        return tf.concat([_to_bytes(bucket_values), codes], axis=0)
 
     def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
         codes, bucket_values = self._split(data, data.size - _BUCKETS_BYTES)
@@ -260,3 +312,13 @@ class QuantileSketch(Codec):
         """Returns codes and bucket values. In `data` the bucket values come first, so that they are aligned."""
         checked(self, data, _BUCKETS_BYTES + num_values, num_values)
         return data[_BUCKETS_BYTES:], data[:_BUCKETS_BYTES].view(np.float32)
+
+
+def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """The bytes of a 1-D tensor."""
+    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
+
+
+def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """The inverse of `_to_bytes`."""
+    return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)

@@ -12,7 +12,8 @@ message.
 
 In both, a rank sends 2 (n - 1) / n vectors, and encodes every piece once. On its way, a value is rounded twice in a
 mesh, but only once in a world of two ranks. In a ring, it is rounded n times. All ranks decode the same encodings, so
-that their results are equal to the bit.
+that their results are equal to the bit. If the training graph encodes (`in_graph`), it rounds a rank's values before
+the rank adds them, too.
 
 A sparse codec selects different values on each rank, and their mean is less sparse. So every rank sends its whole
 selection to all others, in one message. Each rank adds all selections, in the order of ranks. If that takes more bytes
@@ -85,6 +86,9 @@ class AllReduce(Mean):
       recovers: True if the others go on with equal means when a rank is lost within a step, provided that `membership`
         goes on without lost ranks. A copy of the last means is kept for that. Default False: ranks that lack the lost
         rank's data raise.
+      in_graph: For each vector, True if the training graph encodes it: `mean` then takes and returns the bytes of
+        encodings, in arrays of any type. The codecs of these vectors are divisible and have no error feedback, there
+        are more than two ranks, and `recovers` is False. The other ranks may do otherwise. Default: none is encoded.
     """
 
     passes_sums: ClassVar[bool] = True
@@ -101,6 +105,7 @@ class AllReduce(Mean):
         chunk_values: int = CHUNK_VALUES,
         lane: int | None = None,
         recovers: bool = False,
+        in_graph: Sequence[bool] | None = None,
     ):
         self._membership = membership
         self._name = name
@@ -109,8 +114,8 @@ class AllReduce(Mean):
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
         self._ended_steps = EndedSteps(membership, name, pool) if recovers else None
         self._vectors = [
-            make_vector(size, codec, chunk_values, pool, self.passes_sums, membership.recorder)
-            for size, codec in zip(sizes, codecs, strict=True)
+            make_vector(size, codec, chunk_values, pool, self.passes_sums, membership.recorder, in_graph=encoded)
+            for size, codec, encoded in zip(sizes, codecs, in_graph or [False] * len(sizes), strict=True)
         ]
         self._participants: Participants | None = None  # Of the last attempt.
         self._joints: dict[tuple[int, ...], Vectors] = {}  # By the indices of the vectors that travel together.

@@ -81,18 +81,19 @@ class Vector:
 
     def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Encodes the sum of this rank's values and of encoded parts."""
+        own = self._own(values, where)
         if self._feedback is None and len(parts) == 1:
-            return self._codec_of_parts.reduce(parts[0], values[where], self._pool)
-        total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
+            return self._codec_of_parts.reduce(parts[0], own, self._pool)
+        total = self._codec_of_parts.total(parts, own, 1.0, self._pool)
         return self._encode(self._codec_of_parts, total, where)
 
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
         """Encodes the sum of this rank's values and of encoded parts, divided by the number of ranks."""
-        factor = 1 / num_ranks
+        factor, own = 1 / num_ranks, self._own(values, where)
         if self._feedback is None:
-            total = self._codec_of_parts.total(parts, values[where], factor, self._pool)
+            total = self._codec_of_parts.total(parts, own, factor, self._pool)
             return self._codec.encode(total, self._pool)
-        total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
+        total = self._codec_of_parts.total(parts, own, 1.0, self._pool)
         return self._encode(self._codec, total, where, total.dtype.type(factor))
 
     def decode_mean(self, parts: Sequence[np.ndarray], result: np.ndarray, where: slice) -> None:
@@ -123,6 +124,10 @@ class Vector:
     def take_residual(self) -> np.ndarray:
         """Removes and returns the residual that error feedback would add to the next vector; zeros without feedback."""
         return np.zeros(self._size, np.float32) if self._feedback is None else self._feedback.take()
+
+    def _own(self, values: np.ndarray, where: slice) -> np.ndarray:
+        """This rank's values of a chunk."""
+        return values[where]
 
     def _encode(self, codec: Codec, values: np.ndarray, where: slice, scale: float = 1.0) -> np.ndarray:
         if self._feedback is None:
@@ -291,6 +296,25 @@ class SparseVector(Vector):
         return residual
 
 
+class EncodedVector(Vector):
+    """A vector that the training graph encodes, and whose mean it decodes: see `AllReduce`.
+
+    The arrays for values and for the mean hold the bytes of their encodings. So a rank encodes only sums, and adds its
+    own values as others would get them.
+    """
+
+    def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
+        return self._codec.cut(values.view(np.uint8), self._size, where, self._pool)
+
+    def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
+        self._codec.paste(data, result.view(np.uint8), self._size, where)
+
+    def _own(self, values: np.ndarray, where: slice) -> np.ndarray:
+        own = self._pool.take(4 * (where.stop - where.start)).view(np.float32)
+        self._codec.decode(self.encode(values, where), own)
+        return own
+
+
 def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
     """True if sending selections to all others takes at most as many bytes as sending dense vectors in pieces:
 
@@ -307,8 +331,15 @@ def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
 
 
 def make_vector(
-    size: int, codec: Codec, chunk_values: int, pool: BufferPool, passes_sums: bool, recorder: Recorder | None
+    size: int,
+    codec: Codec,
+    chunk_values: int,
+    pool: BufferPool,
+    passes_sums: bool,
+    recorder: Recorder | None,
+    *,
+    in_graph: bool = False,
 ) -> Vector:
-    """Makes the `Vector` or `SparseVector` for a codec. For the arguments, see `AllReduce`."""
-    member = SparseVector if isinstance(codec, Sparse) else Vector
+    """Makes the member of `Vector` for a codec. For the arguments, see `AllReduce`."""
+    member = SparseVector if isinstance(codec, Sparse) else EncodedVector if in_graph else Vector
     return member(size, codec, chunk_values, pool, passes_sums, recorder)

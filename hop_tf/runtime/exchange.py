@@ -82,6 +82,24 @@ class Exchange(abc.ABC):
         del segment
         return buckets
 
+    def emit_decode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        """Emits the ops that decode a `Result`, on the device that uses it. Default: results are not encoded.
+
+        Args:
+          segment: The segment.
+          buckets: The buckets of the result, of `result_sizes`.
+
+        Returns:
+          The buckets of the packing.
+        """
+        del segment
+        return buckets
+
+    def result_sizes(self, segment: int, sizes: Sequence[int]) -> Sequence[int]:
+        """The number of elements of each bucket of a `Result`. Default: `sizes`, those of the packing."""
+        del segment
+        return sizes
+
     @abc.abstractmethod
     def step(self, request: Request) -> Result | None:
         """Runs the scheme for one step. Called once for every `Request`; in order, if there is only one thread.

@@ -14,6 +14,7 @@ from hop_tf.runtime.admissions import Admissions, find_spec
 from hop_tf.runtime.autotuning import Autotuner, Pace, Times
 from hop_tf.runtime.averaging_exchange import AveragingExchange, with_values
 from hop_tf.runtime.exchange import Request, Result
+from hop_tf.runtime.graph_encoding import find_encoding
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.rates import CommonRate
 from hop_tf.runtime.shares import refuse_float16
@@ -84,9 +85,11 @@ class GradientExchange(AveragingExchange):
         self._own_scale = 1.0
         place = find_spec(context.packing.specs)
         self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)
+        self._encoding = find_encoding(context.membership, self.parts, ways)
+        in_graph = self._encoding is not None
         super().__init__(
             context,
-            [context.make_mean(str(number), part, ways) for number, part in enumerate(self.parts)],
+            [context.make_mean(str(number), part, ways, in_graph=in_graph) for number, part in enumerate(self.parts)],
             admissions=None if place is None else self._make_admissions(context),
             votes_place=votes_place,
             lead=delay + 1,
@@ -132,6 +135,15 @@ class GradientExchange(AveragingExchange):
             self.tuner.take_state(state.copy().view(np.float64))
             self._begin_timing()
         super().take_common_state(parts)
+
+    def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        return buckets if self._encoding is None else self._encoding.emit_encode(segment, buckets)
+
+    def emit_decode(self, segment: int, buckets: Sequence[tf.Tensor]) -> Sequence[tf.Tensor]:
+        return buckets if self._encoding is None else self._encoding.emit_decode(segment, buckets)
+
+    def result_sizes(self, segment: int, sizes: Sequence[int]) -> Sequence[int]:
+        return sizes if self._encoding is None else self._encoding.sizes(segment)
 
     def step(self, request: Request) -> Result:
         t, segment, buckets = request.step, request.segment, request.buckets

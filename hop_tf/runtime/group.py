@@ -77,14 +77,30 @@ class ExchangeContext:
         """The values of `variables` when the group's first step is about to change them."""
         return [*(variable.read_value() for variable in self.trained), *self.carried.known()]
 
-    def make_mean(self, name: str, packing: Packing, ways: Sequence[Way]) -> Mean:
-        """Makes an all-reduce for one way, or an `Alternatives` for several. For the name, see `make_all_reduce`."""
+    def make_mean(self, name: str, packing: Packing, ways: Sequence[Way], *, in_graph: bool = False) -> Mean:
+        """Makes an all-reduce for one way, or an `Alternatives` for several.
+
+        Args:
+          name: See `make_all_reduce`.
+          packing: The buckets.
+          ways: The ways.
+          in_graph: See `make_all_reduce`.
+        """
         if len(ways) == 1:
-            return self.make_all_reduce(name, packing, ways[0].codec, ways[0].algorithm)
-        return Alternatives([self.make_mean(f"{name}/{number}", packing, [way]) for number, way in enumerate(ways)])
+            return self.make_all_reduce(name, packing, ways[0].codec, ways[0].algorithm, in_graph=in_graph)
+        return Alternatives(
+            [self.make_mean(f"{name}/{number}", packing, [way], in_graph=in_graph) for number, way in enumerate(ways)]
+        )
 
     def make_all_reduce(
-        self, name: str, packing: Packing, codec: Codec | LowRank, algorithm: str, *, recovers: bool | None = None
+        self,
+        name: str,
+        packing: Packing,
+        codec: Codec | LowRank,
+        algorithm: str,
+        *,
+        recovers: bool | None = None,
+        in_graph: bool = False,
     ) -> Mean:
         """Makes an all-reduce of buckets. Exact buckets, and buckets of float64, do not pass through `codec`.
 
@@ -94,6 +110,7 @@ class ExchangeContext:
           codec: The codec for float32, bfloat16 and float16; or a `LowRank`, also for packings without large kernels.
           algorithm: See `hop_tf.collectives.get_algorithm`.
           recovers: See `AllReduce`. Default: True if ranks continue without a lost rank.
+          in_graph: True if the graph passes the buckets through `codec`: see `AllReduce`. Default False.
         """
         if isinstance(codec, LowRank) and not any(map(codec.factorizes, packing.specs)):
             codec = codec.codec
@@ -104,9 +121,10 @@ class ExchangeContext:
 
             return LowRankMean(packing, codec, self.pool, make)
         encodes = codec != Identity()
+        takes = [takes_codec(*kind) for kind in zip(packing.dtypes, packing.exact, strict=True)]
         codecs = [
-            codec if encodes and takes_codec(dtype, exact) else Identity(dtype=dtype.as_numpy_dtype)
-            for dtype, exact in zip(packing.dtypes, packing.exact, strict=True)
+            codec if encodes and takes_it else Identity(dtype=dtype.as_numpy_dtype)
+            for dtype, takes_it in zip(packing.dtypes, takes, strict=True)
         ]
         return self.get_algorithm(algorithm)(
             self.membership,
@@ -115,6 +133,7 @@ class ExchangeContext:
             codecs=codecs,
             pool=self.pool,
             recovers=self.membership.continue_without_lost if recovers is None else recovers,
+            in_graph=takes if in_graph else None,
         )
 
 
@@ -222,20 +241,29 @@ class Group:
         with tf.control_dependencies(ready):
             buckets, num_skipped = (take or self.take)(self.read_step() if step is None else step, segment)
         self.statistics.count_wait(ready, buckets)
-        return (packing or self._packing_of(segment)).unpack(buckets), num_skipped
+        return self.unpack(buckets, segment, packing), num_skipped
 
     def take(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Emits the ops that take the scheme's result for a step.
 
         Returns:
-          One flat tensor per bucket, and int64 scalar: the number of training steps to skip after this one.
+          One flat tensor per bucket, to `unpack`, and int64 scalar: the number of training steps to skip after this
+          one.
         """
         buckets, num_skipped, _ = self.take_with_drops(step, segment)
         return buckets, num_skipped
 
     def take_with_drops(self, step: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         """As `take`, and the number of the step's last segments that were dropped: see `ExchangeRunner.collect`."""
-        return self.runner.collect(step, segment, self._packing_of(segment).sizes)
+        return self.runner.collect(step, segment, self.result_sizes(segment))
+
+    def result_sizes(self, segment: int) -> Sequence[int]:
+        """The number of elements of each bucket that `take` returns."""
+        return self.exchange.result_sizes(segment, self._packing_of(segment).sizes)
+
+    def unpack(self, buckets: Sequence[tf.Tensor], segment: int = 0, packing: Packing | None = None) -> list[tf.Tensor]:
+        """Emits the ops that decode and divide the buckets of `take`. For the packing, see `submit`."""
+        return (packing or self._packing_of(segment)).unpack(self.exchange.emit_decode(segment, buckets))
 
     def _packing_of(self, segment: int) -> Packing:
         return self.exchange.parts[segment] if self.exchange.parts else self.packing

@@ -15,7 +15,6 @@ from hop_tf.runtime.gradient_algorithm import GradientAlgorithm
 from hop_tf.runtime.group import Group
 from hop_tf.runtime.look_ahead import LookAhead, make_look_ahead
 from hop_tf.strategies.pipe_sgd.exchange import PipeSGDExchange
-from hop_tf.tensors.packing import Packing
 
 # A step that no `fit` reaches.
 _BEYOND = 1 << 60
@@ -100,7 +99,7 @@ class PipelinedAlgorithm(GradientAlgorithm):
     def _take(self, t: tf.Tensor, segment: int) -> list[tf.Tensor]:
         """Takes the mean of step t."""
         buckets, _ = self.group.take(t, segment)
-        return self.exchange.parts[segment].unpack(buckets)
+        return self.group.unpack(buckets, segment)
 
     def _take_due(self, t: tf.Tensor, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Takes the mean of step t - (K - 1), or of t during warm-up, or zeros while the pipe fills."""
@@ -109,7 +108,12 @@ class PipelinedAlgorithm(GradientAlgorithm):
         start, due = self._pipelined_from, self._due(t)
         with tf.device("/cpu:0"):  # Both branches return buckets on the host. Their consumers copy them to a GPU once.
             fills = tf.logical_and(t >= start, due < start)
-            return tf.cond(fills, lambda: _zeros(self.exchange.parts[segment]), lambda: self.group.take(due, segment))
+            return tf.cond(fills, lambda: self._zeros(segment), lambda: self.group.take(due, segment))
+
+    def _zeros(self, segment: int) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Zeros in the place of a result. Encodings of zeros are zeros, too."""
+        sizes, dtypes = self.group.result_sizes(segment), self.group.packing.dtypes
+        return [tf.zeros([size], dtype) for size, dtype in zip(sizes, dtypes, strict=True)], tf.constant(0, tf.int64)
 
     def _due(self, t: tf.Tensor) -> tf.Tensor:
         """The step whose mean is taken in step t, if any."""
@@ -217,8 +221,3 @@ class PipelinedAlgorithm(GradientAlgorithm):
         self._look_ahead = self._look_ahead_of_width()
         self._begin_pipe()
         return True
-
-
-def _zeros(packing: Packing) -> tuple[list[tf.Tensor], tf.Tensor]:
-    buckets = [tf.zeros([size], dtype) for size, dtype in zip(packing.sizes, packing.dtypes, strict=True)]
-    return buckets, tf.constant(0, tf.int64)

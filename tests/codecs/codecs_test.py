@@ -1,6 +1,7 @@
 """One contract that every codec keeps, and what each one promises by itself."""
 
 import dataclasses
+import itertools
 import math
 import pickle
 
@@ -296,9 +297,36 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         expected = self.decode(codec, self.received(data), values.size)[where] / 3
         self.assertAllClose(self.decode(codec, part, expected.size), expected, rtol=1e-6)
 
+    @parameterized.product(
+        codec=(
+            codecs.Int8(),
+            codecs.Int8(block_size=48),
+            codecs.Truncate16(),
+            codecs.Truncate16(round_to_nearest=True),
+        ),
+        dtype=(np.float32, np.float16, _BFLOAT16),
+    )
+    def test_divisible(self, codec, dtype):
+        """The graph encodes to the same bytes, and decodes to the same values. Parts are encoded as they are alone."""
+        values, size = _gradients(5000).astype(dtype), 5000
+        data = tf.function(codec.emit_encode)(tf.constant(values)).numpy()
+        self.assertAllEqual(data, codec.encode(values, self.pool))
+        self.assertEqual(data.size, codec.num_bytes(size))
+        decoded = tf.function(lambda data: codec.emit_decode(data, size))(tf.constant(data)).numpy()
+        self.assertAllEqual(decoded, self.decode(codec, self.received(data), size))
+        joined = np.zeros_like(data)
+        for begin, end in itertools.pairwise((0, 3, 7, math.ceil(size / codec.granularity))):
+            where = slice(begin * codec.granularity, min(end * codec.granularity, size))
+            part = codec.cut(self.received(data), size, where, self.pool)
+            self.assertAllEqual(part, codec.encode(values[where], self.pool))
+            codec.paste(self.received(part), joined, size, where)
+            with self.assertRaisesRegex(ValueError, "must have the"):
+                codec.paste(part[1:], joined, size, where)
+        self.assertAllEqual(joined, data)
+
     def test_others_do_not_encode_in_the_graph(self):
-        for codec in (codecs.Identity(), codecs.Int8(), codecs.Truncate16(), codecs.TopK(ratio=0.1)):
-            self.assertFalse(codec.encodes_in_graph)
+        for codec in (codecs.Identity(), codecs.Bits4(), codecs.TopK(ratio=0.1)):
+            self.assertFalse(codec.encodes_in_graph or codec.is_divisible)
             with self.assertRaisesRegex(NotImplementedError, "does not encode in the graph"):
                 codec.emit_encode(tf.zeros([16]))
 

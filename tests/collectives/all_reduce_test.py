@@ -70,6 +70,7 @@ class Job:
         dtype=np.float32,
         link_seconds=None,
         counts_commits=False,
+        in_graph=lambda rank: False,
     ):
         self.cluster = VirtualCluster(world_size, link_seconds)
         self.means = {}
@@ -84,6 +85,7 @@ class Job:
         self._size_of_ranks = size_of_ranks
         self._dtype = dtype
         self._counts_commits = counts_commits
+        self._in_graph = in_graph
 
     def values(self, rank, step):
         values = np.random.default_rng([rank, step]).normal(size=self._size).astype(self._dtype)
@@ -105,13 +107,14 @@ class Job:
                 codecs=[self._codec, self._codec_of_ranks],
                 pool=self.cluster.pool,
                 chunk_values=_CHUNK_VALUES,
+                in_graph=[self._in_graph(rank), False],
             )
             try:
                 reduction.reset(membership.session + 1)
                 membership.begin_session()
                 self.num_events_of_start = self.cluster.scheduler.num_events
                 for step in range(num_steps(rank)):
-                    vectors = [self.values(rank, step), np.full(self._size_of_ranks, rank, np.float64)]
+                    vectors = [self._outgoing(rank, step), np.full(self._size_of_ranks, rank, np.float64)]
                     for vector in vectors:
                         vector.flags.writeable = False
                     self.means[rank, step] = reduction.mean(
@@ -133,6 +136,20 @@ class Job:
         self.cluster.run(body)
         if self.errors and not may_fail:
             raise next(iter(self.errors.values()))
+
+    def _outgoing(self, rank, step):
+        """Returns the values as a training graph would submit them."""
+        values = self.values(rank, step)
+        return self._codec.encode(values, self.cluster.pool).view(self._dtype) if self._in_graph(rank) else values
+
+    def mean(self, rank, step):
+        """Returns the mean that a training graph would get."""
+        mean, _ = self.means[rank, step]
+        if not self._in_graph(rank):
+            return mean
+        values = np.empty(self._size, np.float32)
+        self._codec.decode(mean.view(np.uint8), values)
+        return values
 
     def expected(self, ranks, step):
         return np.mean([self.values(rank, step).astype(np.float64) for rank in ranks], axis=0)
@@ -231,6 +248,34 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(jobs[0].means[0, 0][0], expected, atol=1e-6)
         else:
             self.assertGreater(relative, 1e-4)  # It did pass through the codec.
+
+    @parameterized.product(
+        algorithm=tuple(ALGORITHMS),
+        name=("truncate16", "int8"),
+        num_encoded=(1, 5),
+        num_steps=(1, 2),
+    )
+    @pytest.mark.stress(but=6)
+    def test_values_that_the_graph_encodes(self, algorithm, name, num_encoded, num_steps):
+        """A rank whose graph encodes, and decodes, averages with others as if its own values had been rounded before.
+
+        The last rank ends one step earlier.
+        """
+
+        class Rounded(Job):
+            def values(self, rank, step):
+                values = super().values(rank, step)
+                if rank < num_encoded:
+                    _CODECS[name].decode(_CODECS[name].encode(values.copy(), self.cluster.pool), values)
+                return values
+
+        settings = {"algorithm": algorithm, "codec": _CODECS[name]}
+        jobs = [Job(5, **settings, in_graph=lambda rank: rank < num_encoded), Rounded(5, **settings)]
+        for job in jobs:
+            job.run(lambda rank: num_steps - (rank == 4))
+        for rank, step in jobs[0].means:
+            self.assertAllEqual(jobs[0].mean(rank, step), jobs[0].mean(0, step))
+            self.assertAllClose(jobs[0].mean(rank, step), jobs[1].mean(rank, step), rtol=1e-6)
 
     @parameterized.product(
         algorithm=tuple(ALGORITHMS), dtype=(np.float64, np.float16, tf.bfloat16.as_numpy_dtype), world_size=(2, 3)

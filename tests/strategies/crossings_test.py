@@ -1,5 +1,7 @@
 """Tests how much crosses between the host and a GPU in a step: each bucket once there and once back, and little else.
 
+With a codec, encoded buckets cross, if there are more than two ranks.
+
 The second processor of `make_two_devices` stands for a GPU. TensorFlow divides a step into a graph for each device. For
 each tensor that one device computes and another one needs, it adds a pair of operations, `_Send` and `_Recv`. So what
 crosses can be counted without a GPU. A pair without values keeps an order. To the host, each pair costs an event of
@@ -17,6 +19,7 @@ import tensorflow as tf
 from absl.testing import absltest, parameterized
 from tensorflow.python.eager import context
 
+from hop_tf.runtime import graph_encoding
 from hop_tf.tools.testing import MultiProcessRunner
 from support import MEMBERS, NUM_RANKS, make_two_devices, noting_operations
 
@@ -102,7 +105,8 @@ def _crossings(name, settings):
 
     context.context().enable_graph_collection()
     traced, found = _Traced(), []
-    with noting_operations(traced.keep), mock.patch.object(tf.config, "list_logical_devices", with_gpu):
+    seen = mock.patch.object(tf.config, "list_logical_devices", with_gpu)
+    with noting_operations(traced.keep), seen, mock.patch.object(graph_encoding, "runs_on_gpu", lambda: True):
         strategy = MEMBERS[name].make(devices=[_DEVICE], **settings)
         for num_layers in _NUM_LAYERS:
             _fit(strategy, num_layers)
@@ -120,11 +124,17 @@ def _fit(strategy, num_layers):
     model.fit(data, data, batch_size=_BATCH_SIZE * strategy.world_size, verbose=0)
 
 
+# Of encoded values.
+_NUM_BYTES = {"int8": lambda size: size + 4 * math.ceil(size / 512), "truncate16": lambda size: 2 * size}
+
+
 class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
     # The numbers of events are those of today: a change that raises one must also change a number here.
     @parameterized.parameters(
         ("pipe_sgd", {"pipeline_width": 1}, 10),
         ("pipe_sgd", {"pipeline_width": 2, "codec": "int8"}, 13),
+        ("pipe_sgd", {"pipeline_width": 2, "codec": "int8"}, 13, 3),
+        ("pipe_sgd", {"pipeline_width": 1, "codec": "truncate16"}, 10, 3),
         ("dts", {"delay": 4, "interval": 4}, 19),
         ("canary", {}, 18),
         ("hop", {"num_backup_workers": 1}, 8),
@@ -137,14 +147,16 @@ class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
         ("hop", {"max_staleness": 3}, 8),
     )
     @pytest.mark.slow(after=6)
-    def test_buckets_cross_once(self, name, settings, num_events):
+    def test_buckets_cross_once(self, name, settings, num_events, num_ranks=NUM_RANKS):
         num_ps = MEMBERS[name].num_ps
-        with MultiProcessRunner(_crossings, NUM_RANKS, num_ps=num_ps, args=(name, settings)) as runner:
+        with MultiProcessRunner(_crossings, num_ranks, num_ps=num_ps, args=(name, settings)) as runner:
             values = runner.join().raise_for_errors().values
         for of_rank in values:
             for num_layers, crossings in zip(_NUM_LAYERS, of_rank, strict=True):
                 num_values = num_layers * (_WIDTH + 1) * _WIDTH
                 to_host = to_device = 4 * num_values
+                if num_ranks > 2:  # Otherwise, no mean is encoded.
+                    to_host = to_device = _NUM_BYTES[settings["codec"]](num_values)
                 if name == "canary":  # The weights, when training begins; and the sketch in every step.
                     to_host += num_values + 4 * 256
                 batch = 4 * 2 * _BATCH_SIZE * _WIDTH

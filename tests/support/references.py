@@ -15,11 +15,14 @@ def plain_mean(gradients: Sequence[np.ndarray]) -> np.ndarray:
     return np.mean(gradients, axis=0)
 
 
-def mesh_mean(codec: Callable[[np.ndarray], np.ndarray]) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
+def mesh_mean(
+    codec: Callable[[np.ndarray], np.ndarray], encodes_own: bool = False
+) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
     """Returns the mean of a mesh: each rank encodes its values, and the owner of a part encodes the sum.
 
     Args:
       codec: Encodes and decodes a vector.
+      encodes_own: True if the owner of a part adds its own values as others would get them. Default False.
 
     Returns:
       A function of all ranks' gradients that returns their mean.
@@ -33,7 +36,7 @@ def mesh_mean(codec: Callable[[np.ndarray], np.ndarray]) -> Callable[[Sequence[n
         for owner in range(world_size):
             where = slice(ends[owner], ends[owner + 1])
             parts = [g.ravel()[where] for g in gradients]
-            parts = [part if rank == owner else codec(part) for rank, part in enumerate(parts)]
+            parts = [part if rank == owner and not encodes_own else codec(part) for rank, part in enumerate(parts)]
             total[where] = codec(np.mean(parts, axis=0))
         return total.reshape(gradients[0].shape)
 

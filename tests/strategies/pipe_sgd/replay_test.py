@@ -11,7 +11,7 @@ from absl.testing import parameterized
 
 import hop_tf
 from hop_tf.errors import HopError
-from hop_tf.runtime import look_ahead
+from hop_tf.runtime import graph_encoding, look_ahead
 from support import OwnOptimizers, fewer_steps, in_process, linear_loss, two_kernels
 from support.references import State, adam, int8, mesh_mean, plain_mean, sgd, truncate16
 
@@ -234,14 +234,17 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
         results = _cluster(world_size, pipeline_width=3, **settings).run(lambda s: _train(s, "momentum"))
         self.check(results, _replay(world_size, 3, _OPTIMIZERS["momentum"][1], 2))
 
-    @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
+    @parameterized.product(codec=(("int8", int8), ("truncate16", truncate16)), in_graph=(True, False))
     @pytest.mark.stress(after=1)
     @pytest.mark.slow
-    def test_equals_the_reference_with_codec(self, codec, reference):
+    def test_equals_the_reference_with_codec(self, codec, in_graph):
         """The first steps are equal, except for values at the border of two codes, which may get either code."""
-        results = _cluster(3, pipeline_width=3, codec=codec).run(lambda strategy: _train(strategy, "momentum"))
+        name, reference = codec
+        with mock.patch.object(graph_encoding, "runs_on_gpu", lambda: in_graph):
+            cluster = _cluster(3, pipeline_width=3, codec=name, num_segments=1 + in_graph)
+            results = cluster.run(lambda strategy: _train(strategy, "momentum"))
         update = _OPTIMIZERS["momentum"][1]
-        computed, ends = _replay(3, 3, update, 2, mesh_mean(reference))
+        computed, ends = _replay(3, 3, update, 2, mesh_mean(reference, encodes_own=in_graph))
         without, _ = _replay(3, 3, update, 2)
         for rank, (of_rank, of_epochs, _) in enumerate(results):
             self.assertGreater(np.mean(np.isclose(of_rank[:4], computed[rank][:4], atol=1e-5)), 0.9)

@@ -15,6 +15,7 @@ from absl.testing import parameterized
 import hop_tf
 from hop_tf import codecs
 from hop_tf.collectives import all_reduce
+from hop_tf.runtime import graph_encoding
 from support import Unused, error_of, fewer_steps, in_process, linear_loss
 from support.references import int8, mesh_mean, plain_mean, truncate16
 
@@ -175,12 +176,14 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(history, results[0][0])
             self.assertEqual(report["steps"], 16)
 
-    @parameterized.parameters(("int8", int8), ("truncate16", truncate16))
-    @pytest.mark.stress
-    def test_equals_algorithm_1_with_codec(self, codec, reference):
+    @parameterized.product(codec=(("int8", int8), ("truncate16", truncate16)), in_graph=(True, False))
+    @pytest.mark.stress(after=1)
+    def test_equals_algorithm_1_with_codec(self, codec, in_graph):
         """The mean passes through a NumPy codec, too. A value at the border of two codes may get either code."""
-        results = _cluster(3, codec=codec).run(_train_least_squares)
-        expected = _algorithm_1(3, 2, 0, 2, mesh_mean(reference))
+        name, reference = codec
+        with mock.patch.object(graph_encoding, "runs_on_gpu", lambda: in_graph):
+            results = _cluster(3, codec=name).run(_train_least_squares)
+        expected = _algorithm_1(3, 2, 0, 2, mesh_mean(reference, encodes_own=in_graph))
         without = _algorithm_1(3, 2, 0, 2)
         history = results[0][0]
         self.assertLess(np.mean(np.abs(history[-1] - expected[-1])), 0.1 * np.mean(np.abs(without[-1] - expected[-1])))
