@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from hop_tf.keras_hook.branches import when
 from hop_tf.keras_hook.trace import Assigned, StepTrace
 from hop_tf.keras_hook.watched import ROUNDING, UNDONE, Watch, WatchedGroup
 from hop_tf.runtime.algorithm import Algorithm, Scheme
@@ -177,14 +178,16 @@ class Assignments:
         watched = self._watched[algorithm]
         error = self._describe(algorithm.group.trained, "between two training steps, some of these") + self._advice
 
-        def take_or_fail() -> tf.Tensor:
-            is_taken = algorithm.take_assigned(watched.are_assigned(), read())
-            with tf.control_dependencies([tf.debugging.Assert(is_taken, [error])]):
+        def take_or_fail() -> None:
+            with tf.device("/cpu:0"):
+                are_assigned = watched.are_assigned()
+            is_taken = algorithm.take_assigned(are_assigned, read())
+            with tf.device("/cpu:0"), tf.control_dependencies([tf.debugging.Assert(is_taken, [error])]):
                 watched.forget()
-            return is_taken
 
         with tf.device("/cpu:0"):
-            tf.cond(watched.is_assigned(), take_or_fail, lambda: tf.constant(True))
+            is_assigned = watched.is_assigned()
+        when(is_assigned, take_or_fail)
 
     def _refuse(self, variables: Sequence[tf.Variable], when: str) -> None:
         if variables:

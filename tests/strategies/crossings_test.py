@@ -95,7 +95,7 @@ class _Divided:
         return size
 
 
-def _crossings(name, settings):
+def _crossings(name, settings, train):
     """Trains a small and a large model in a process of its own; returns what crosses in a step of each."""
     make_two_devices()
     devices = tf.config.list_logical_devices
@@ -109,19 +109,38 @@ def _crossings(name, settings):
     with noting_operations(traced.keep), seen, mock.patch.object(graph_encoding, "runs_on_gpu", lambda: True):
         strategy = MEMBERS[name].make(devices=[_DEVICE], **settings)
         for num_layers in _NUM_LAYERS:
-            _fit(strategy, num_layers)
+            train(strategy, num_layers)
             found.append(list(_Divided(context.context().export_run_metadata(), traced).crossings()))
         strategy.shutdown()
     return found
 
 
-def _fit(strategy, num_layers):
+def _make_model(strategy, num_layers):
     with strategy.scope():
         layers = [keras.layers.Dense(_WIDTH) for _ in range(num_layers)]
         model = keras.Sequential([keras.Input((_WIDTH,)), *layers])
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+    return model
+
+
+def _fit(strategy, num_layers):
     data = np.ones((64, _WIDTH), np.float32)
-    model.fit(data, data, batch_size=_BATCH_SIZE * strategy.world_size, verbose=0)
+    _make_model(strategy, num_layers).fit(data, data, batch_size=_BATCH_SIZE * strategy.world_size, verbose=0)
+
+
+def _loop(strategy, num_layers):
+    """Trains in a loop of its own."""
+    model = _make_model(strategy, num_layers)
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x) - x)) / strategy.num_replicas_in_sync
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    run = tf.function(lambda x: strategy.run(step, [x]))
+    for _ in range(8):
+        run(tf.ones([_BATCH_SIZE, _WIDTH]))
+    strategy.synchronize(model)
 
 
 # Of encoded values.
@@ -135,21 +154,23 @@ class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
         ("pipe_sgd", {"pipeline_width": 2, "codec": "int8"}, 13),
         ("pipe_sgd", {"pipeline_width": 2, "codec": "int8"}, 13, 3),
         ("pipe_sgd", {"pipeline_width": 1, "codec": "truncate16"}, 10, 3),
+        ("pipe_sgd", {"pipeline_width": 2}, 14, NUM_RANKS, _loop),
         ("dts", {"delay": 4, "interval": 4}, 19),
         ("canary", {}, 18),
         ("hop", {"num_backup_workers": 1}, 8),
         ("hop", {"interval": 2}, 10),
         ("shat", {}, 8),
         ("dts", {}, 28),
+        ("dts", {"delay": 4, "interval": 4}, 25, NUM_RANKS, _loop),
         ("dts", {"delay": 4, "interval": 2}, 24),
         ("pipe_sgd", {"pipeline_width": 3}, 13),
         ("canary_synchronous", {}, 10),
         ("hop", {"max_staleness": 3}, 8),
     )
     @pytest.mark.slow(after=6)
-    def test_buckets_cross_once(self, name, settings, num_events, num_ranks=NUM_RANKS):
+    def test_buckets_cross_once(self, name, settings, num_events, num_ranks=NUM_RANKS, train=_fit):
         num_ps = MEMBERS[name].num_ps
-        with MultiProcessRunner(_crossings, num_ranks, num_ps=num_ps, args=(name, settings)) as runner:
+        with MultiProcessRunner(_crossings, num_ranks, num_ps=num_ps, args=(name, settings, train)) as runner:
             values = runner.join().raise_for_errors().values
         for of_rank in values:
             for num_layers, crossings in zip(_NUM_LAYERS, of_rank, strict=True):
@@ -159,7 +180,7 @@ class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
                     to_host = to_device = _NUM_BYTES[settings["codec"]](num_values)
                 if name == "canary":  # The weights, when training begins; and the sketch in every step.
                     to_host += num_values + 4 * 256
-                batch = 4 * 2 * _BATCH_SIZE * _WIDTH
+                batch = 4 * _BATCH_SIZE * _WIDTH * (2 if train is _fit else 1)
                 self.assertBetween(_num_bytes(crossings, to_host=True), to_host, to_host + _BESIDE)
                 self.assertBetween(_num_bytes(crossings, to_host=False) - batch, to_device, to_device + _BESIDE)
                 self.assertEqual(sum(to_host for to_host, _ in crossings), num_events)
