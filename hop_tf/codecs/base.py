@@ -66,14 +66,17 @@ class Codec(abc.ABC):
 
     @property
     def encodes_in_graph(self) -> bool:
-        """True if the codec has `emit_encode`, `part` and `accumulate_part`."""
+        """True if the graph may encode a vector of which other parts are sent to each rank.
+
+        Such a codec has `emit_encode`, `part` and `accumulate_part`.
+        """
         return False
 
     @property
     def is_divisible(self) -> bool:
         """True if the encoding of a vector can be put together from those of its parts, cut at `granularity`.
 
-        Such a codec has `num_bytes`, `cut`, `paste`, `emit_encode` and `emit_decode`.
+        Such a codec has `num_bytes`, `cut`, `paste`, `emit_encode` and `emit_decode`. Bytes of zeros decode to zeros.
         """
         return False
 
@@ -129,6 +132,22 @@ class Codec(abc.ABC):
           1-D float32 tensor.
         """
         raise NotImplementedError(f"{self} does not decode in the graph.")
+
+    def emit_decode_sum(self, parts: Sequence[tf.Tensor], factor: float, num_values: int) -> tf.Tensor:
+        """Emits the ops that decode vectors, and add them up as `decode_sum` does, to the bit.
+
+        Args:
+          parts: Two or more encoded vectors: see `data` of `emit_decode`.
+          factor: Multiplies the sum.
+          num_values: Number of values.
+
+        Returns:
+          1-D float32 tensor.
+        """
+        total = self.emit_decode(parts[0], num_values)
+        for data in parts[1:]:
+            total += self.emit_decode(data, num_values)
+        return total * factor
 
     def num_bytes(self, num_values: int) -> int:
         """The length of the encoding of so many values."""

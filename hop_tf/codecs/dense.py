@@ -14,6 +14,7 @@ from hop_tf.arguments import check_boolean
 from hop_tf.codecs.base import Codec, checked, take_float32
 from hop_tf.ops import arrays, encodings
 from hop_tf.ops.arguments import DEFAULT_BLOCK_SIZE, NUM_CODES, check_block_size, check_spacing, num_blocks
+from hop_tf.tensors.bits import with_dtype
 from hop_tf.tensors.buffers import BufferPool
 
 _BFLOAT16 = tf.bfloat16.as_numpy_dtype
@@ -140,11 +141,11 @@ class Truncate16(Codec):
         arrays.truncate16_accumulate(self._halves(data, accumulator.size), accumulator)
 
     def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
-        return _to_bytes(encodings.truncate16_encode(values, self.round_to_nearest))
+        return with_dtype(encodings.truncate16_encode(values, self.round_to_nearest), tf.uint8)
 
     def emit_decode(self, data: tf.Tensor, num_values: int) -> tf.Tensor:
         del num_values
-        return encodings.truncate16_decode(_from_bytes(data, tf.bfloat16))
+        return encodings.truncate16_decode(with_dtype(data, tf.bfloat16))
 
     def num_bytes(self, num_values: int) -> int:
         return 2 * num_values
@@ -219,11 +220,23 @@ class Int8(Codec):
 
     def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
         codes, scales = encodings.int8_encode(values, self.block_size)
-        return tf.concat([_to_bytes(scales), _to_bytes(codes)], axis=0)
+        return tf.concat([with_dtype(scales, tf.uint8), with_dtype(codes, tf.uint8)], axis=0)
 
     def emit_decode(self, data: tf.Tensor, num_values: int) -> tf.Tensor:
-        scales, codes = tf.split(data, [4 * num_blocks(num_values, self.block_size), num_values])
-        return encodings.int8_decode(_from_bytes(codes, tf.int8), _from_bytes(scales, tf.float32), self.block_size)
+        return encodings.int8_decode(*self._emit_split(data, num_values), self.block_size)
+
+    def emit_decode_sum(self, parts: Sequence[tf.Tensor], factor: float, num_values: int) -> tf.Tensor:
+        split = [self._emit_split(data, num_values) for data in parts]
+        (codes, scales), *others = [(codes, scales * factor) for codes, scales in split]
+        total = encodings.int8_decode(codes, scales, self.block_size)
+        for codes, scales in others:
+            total = encodings.int8_accumulate(codes, scales, total, self.block_size)
+        return total
+
+    def _emit_split(self, data: tf.Tensor, num_values: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns codes and scales. `tf.split` has no kernel for bytes on a GPU."""
+        end = 4 * num_blocks(num_values, self.block_size)
+        return with_dtype(data[end:], tf.int8), with_dtype(data[:end], tf.float32)
 
     def num_bytes(self, num_values: int) -> int:
         return 4 * num_blocks(num_values, self.block_size) + num_values
@@ -288,7 +301,7 @@ class QuantileSketch(Codec):
 
     def emit_encode(self, values: tf.Tensor) -> tf.Tensor:
         codes, bucket_values = encodings.quantile_sketch_encode(values, self.spacing)
-        return tf.concat([_to_bytes(bucket_values), codes], axis=0)
+        return tf.concat([with_dtype(bucket_values, tf.uint8), codes], axis=0)
 
     def part(self, data: np.ndarray, where: slice, factor: float, pool: BufferPool) -> np.ndarray:
         codes, bucket_values = self._split(data, data.size - _BUCKETS_BYTES)
@@ -312,13 +325,3 @@ class QuantileSketch(Codec):
         """Returns codes and bucket values. In `data` the bucket values come first, so that they are aligned."""
         checked(self, data, _BUCKETS_BYTES + num_values, num_values)
         return data[_BUCKETS_BYTES:], data[:_BUCKETS_BYTES].view(np.float32)
-
-
-def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
-    """The bytes of a 1-D tensor."""
-    return tf.reshape(tf.bitcast(tensor, tf.uint8), [-1])
-
-
-def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The inverse of `_to_bytes`."""
-    return tf.bitcast(data if dtype.size == 1 else tf.reshape(data, [-1, dtype.size]), dtype)

@@ -87,8 +87,9 @@ class AllReduce(Mean):
         goes on without lost ranks. A copy of the last means is kept for that. Default False: ranks that lack the lost
         rank's data raise.
       in_graph: For each vector, True if the training graph encodes it: `mean` then takes and returns the bytes of
-        encodings, in arrays of any type. The codecs of these vectors are divisible and have no error feedback, there
-        are more than two ranks, and `recovers` is False. The other ranks may do otherwise. Default: none is encoded.
+        encodings, in arrays of any type. In a world of two, a mesh returns the encodings of both ranks, one behind the
+        other, instead of one of the mean. The codecs of these vectors are divisible and have no error feedback, and
+        `recovers` is False. The other ranks may do otherwise. Default: none is encoded.
     """
 
     passes_sums: ClassVar[bool] = True
@@ -113,8 +114,9 @@ class AllReduce(Mean):
         self._lane = lane
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
         self._ended_steps = EndedSteps(membership, name, pool) if recovers else None
+        arguments = (chunk_values, pool, self.passes_sums, membership.recorder)
         self._vectors = [
-            make_vector(size, codec, chunk_values, pool, self.passes_sums, membership.recorder, in_graph=encoded)
+            make_vector(size, codec, *arguments, in_graph=encoded, in_pair=self._goes_both_ways)
             for size, codec, encoded in zip(sizes, codecs, in_graph or [False] * len(sizes), strict=True)
         ]
         self._participants: Participants | None = None  # Of the last attempt.
@@ -204,10 +206,11 @@ class AllReduce(Mean):
         return means
 
     def _means(self, operation: Operation, vectors: Sequence[np.ndarray], codec_step: int) -> list[np.ndarray]:
-        means = [self._pool.take(values.nbytes).view(values.dtype) for values in vectors]
+        means = [vector.new_mean(values) for vector, values in zip(self._vectors, vectors, strict=True)]
         if len(operation.ranks) == 1:
             for vector, values, mean in zip(self._vectors, vectors, means, strict=True):
-                np.copyto(mean, vector.corrected(values))
+                if values.size:
+                    np.copyto(mean.reshape(-1, values.size), vector.corrected(values))  # Of a pair, twice.
             return means
         together = []  # The other vectors go whole, or are empty. Ranks do not wait for empty ones.
         for index, (values, mean) in enumerate(zip(vectors, means, strict=True)):
@@ -221,6 +224,11 @@ class AllReduce(Mean):
             operation.swaps = is_small and self.takes_turns and self._membership.transport.can_swap
             self._reduce(operation, joint, corrected, [means[index] for index in together])
         return means
+
+    @property
+    def _goes_both_ways(self) -> bool:
+        """True if two ranks send each other whole vectors."""
+        return False
 
     def _pieces(self, vectors: Vectors, num_ranks: int) -> Sequence[Sequence[Where]]:
         """The chunks of the pieces that ranks send."""

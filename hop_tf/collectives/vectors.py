@@ -76,24 +76,27 @@ class Vector:
         starts = range(start, stop, num_values) or [start]
         return [slice(begin, min(begin + num_values, stop)) for begin in starts]
 
+    def new_mean(self, values: np.ndarray) -> np.ndarray:
+        """An array for the mean of vectors like `values`."""
+        return self._pool.take(values.nbytes).view(values.dtype)
+
     def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
         return self._encode(self._codec_of_parts, values[where], where)
 
     def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
         """Encodes the sum of this rank's values and of encoded parts."""
-        own = self._own(values, where)
         if self._feedback is None and len(parts) == 1:
-            return self._codec_of_parts.reduce(parts[0], own, self._pool)
-        total = self._codec_of_parts.total(parts, own, 1.0, self._pool)
+            return self._codec_of_parts.reduce(parts[0], values[where], self._pool)
+        total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
         return self._encode(self._codec_of_parts, total, where)
 
     def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
         """Encodes the sum of this rank's values and of encoded parts, divided by the number of ranks."""
-        factor, own = 1 / num_ranks, self._own(values, where)
+        factor = 1 / num_ranks
         if self._feedback is None:
-            total = self._codec_of_parts.total(parts, own, factor, self._pool)
+            total = self._codec_of_parts.total(parts, values[where], factor, self._pool)
             return self._codec.encode(total, self._pool)
-        total = self._codec_of_parts.total(parts, own, 1.0, self._pool)
+        total = self._codec_of_parts.total(parts, values[where], 1.0, self._pool)
         return self._encode(self._codec, total, where, total.dtype.type(factor))
 
     def decode_mean(self, parts: Sequence[np.ndarray], result: np.ndarray, where: slice) -> None:
@@ -124,10 +127,6 @@ class Vector:
     def take_residual(self) -> np.ndarray:
         """Removes and returns the residual that error feedback would add to the next vector; zeros without feedback."""
         return np.zeros(self._size, np.float32) if self._feedback is None else self._feedback.take()
-
-    def _own(self, values: np.ndarray, where: slice) -> np.ndarray:
-        """This rank's values of a chunk."""
-        return values[where]
 
     def _encode(self, codec: Codec, values: np.ndarray, where: slice, scale: float = 1.0) -> np.ndarray:
         if self._feedback is None:
@@ -306,13 +305,33 @@ class EncodedVector(Vector):
     def encode(self, values: np.ndarray, where: slice) -> np.ndarray:
         return self._codec.cut(values.view(np.uint8), self._size, where, self._pool)
 
+    def encode_sum(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return self._encode_total(values, where, parts, 1.0)
+
+    def encode_mean(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], num_ranks: int) -> np.ndarray:
+        return self._encode_total(values, where, parts, 1 / num_ranks)
+
     def decode(self, data: np.ndarray, result: np.ndarray, where: slice) -> None:
         self._codec.paste(data, result.view(np.uint8), self._size, where)
 
-    def _own(self, values: np.ndarray, where: slice) -> np.ndarray:
-        own = self._pool.take(4 * (where.stop - where.start)).view(np.float32)
-        self._codec.decode(self.encode(values, where), own)
-        return own
+    def _encode_total(self, values: np.ndarray, where: slice, parts: Sequence[np.ndarray], factor: float) -> np.ndarray:
+        total = self._pool.take(4 * (where.stop - where.start)).view(np.float32)
+        self._codec.decode_sum([self.encode(values, where), *parts], factor, total)
+        return self._codec.encode(total, self._pool)
+
+
+class EncodedPair(EncodedVector):
+    """A vector that the training graphs of two ranks encode. No rank encodes their mean.
+
+    So a rank gets both ranks' encodings instead, one behind the other in the order of ranks.
+    """
+
+    def new_mean(self, values: np.ndarray) -> np.ndarray:
+        return self._pool.take(2 * values.nbytes).view(values.dtype)
+
+    def decode_mean(self, parts: Sequence[np.ndarray], result: np.ndarray, where: slice) -> None:
+        for part, of_rank in zip(parts, np.split(result.view(np.uint8), 2), strict=True):
+            self._codec.paste(part, of_rank, self._size, where)
 
 
 def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
@@ -339,7 +358,13 @@ def make_vector(
     recorder: Recorder | None,
     *,
     in_graph: bool = False,
+    in_pair: bool = False,
 ) -> Vector:
-    """Makes the member of `Vector` for a codec. For the arguments, see `AllReduce`."""
-    member = SparseVector if isinstance(codec, Sparse) else EncodedVector if in_graph else Vector
+    """Makes the member of `Vector` for a codec. For the arguments, see `AllReduce`.
+
+    `in_pair` is True if two ranks send each other whole vectors.
+    """
+    member = SparseVector if isinstance(codec, Sparse) else Vector
+    if in_graph:
+        member = EncodedPair if in_pair else EncodedVector
     return member(size, codec, chunk_values, pool, passes_sums, recorder)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from hop_tf.tensors.host import sees_gpu
-
 # Functions with this attribute stay functions in the optimized graph.
 _STAYS_A_FUNCTION = {"_noinline": True}
 
@@ -36,7 +34,7 @@ def when(
     if isinstance(condition, bool):
         (emit if condition else otherwise or _nothing)()
         return
-    stays_a_function = not (usually or sees_gpu() or tf.executing_eagerly())
+    stays_a_function = not (usually or _has_gpu() or tf.executing_eagerly())
     branches = [_branch(each, stays_a_function) for each in (emit, otherwise or _nothing)]
     tf.cond(on_device(condition), *branches)
 
@@ -47,7 +45,12 @@ def on_device(condition: tf.Tensor) -> tf.Tensor:
     A `tf.cond` begins where its condition is, after all earlier operations on the variables of its branches. If it
     began on the host, the host would wait for an event of the GPU for each variable.
     """
-    return tf.identity(condition) if sees_gpu() else condition
+    return tf.identity(condition) if _has_gpu() else condition
+
+
+def _has_gpu() -> bool:
+    """True if TensorFlow sees a GPU."""
+    return bool(tf.config.list_logical_devices("GPU"))
 
 
 def _nothing() -> None:

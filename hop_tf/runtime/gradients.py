@@ -85,7 +85,7 @@ class GradientExchange(AveragingExchange):
         self._own_scale = 1.0
         place = find_spec(context.packing.specs)
         self._votes_segment, votes_place = (None, None) if place is None else self._place_of(place)
-        self._encoding = find_encoding(context.membership, self.parts, ways)
+        self._encoding = find_encoding(context, self.parts, ways)
         in_graph = self._encoding is not None
         super().__init__(
             context,
@@ -143,7 +143,7 @@ class GradientExchange(AveragingExchange):
         return buckets if self._encoding is None else self._encoding.emit_decode(segment, buckets)
 
     def result_sizes(self, segment: int, sizes: Sequence[int]) -> Sequence[int]:
-        return sizes if self._encoding is None else self._encoding.sizes(segment)
+        return sizes if self._encoding is None else self._encoding.result_sizes(segment)
 
     def step(self, request: Request) -> Result:
         t, segment, buckets = request.step, request.segment, request.buckets
@@ -211,7 +211,10 @@ class GradientExchange(AveragingExchange):
         return now
 
     def no_op(self, request: Request) -> Result:
-        return Result(request.step, request.segment, tuple(np.zeros_like(values) for values in request.buckets))
+        part = self.parts[request.segment]
+        kinds = zip(self.result_sizes(request.segment, part.sizes), part.dtypes, strict=True)
+        zeros = tuple(np.zeros(size, dtype.as_numpy_dtype) for size, dtype in kinds)
+        return Result(request.step, request.segment, zeros)
 
 
 _ROWS = TensorSpec("hop_tf_rows", (1,), tf.float64, on_host=True)

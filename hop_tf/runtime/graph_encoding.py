@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from hop_tf.codecs import Codec
-from hop_tf.membership.session import Membership
 from hop_tf.ops import build_info
+from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way
-from hop_tf.tensors.host import sees_gpu
-from hop_tf.tensors.packing import Packing, takes_codec
+from hop_tf.tensors.bits import with_dtype
+from hop_tf.tensors.packing import Packing
 
 
 class GraphEncoding:
@@ -27,68 +27,67 @@ class GraphEncoding:
     Args:
       codec: A divisible codec.
       parts: For each segment, the packing of its variables.
+      num_encodings: Number of encodings whose mean a result is: 2 in a mesh of two ranks, otherwise 1.
     """
 
-    def __init__(self, codec: Codec, parts: Sequence[Packing]):
+    def __init__(self, codec: Codec, parts: Sequence[Packing], num_encodings: int):
         self._codec = codec
         self._parts = parts
+        self._num_encodings = num_encodings
 
     def emit_encode(self, segment: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Exchange.emit_encode`."""
         return [
-            _typed(self._codec.emit_encode(values), values.dtype) if encodes else values
-            for values, encodes in zip(buckets, self._encodes(segment), strict=True)
+            with_dtype(self._codec.emit_encode(values), values.dtype) if encodes else values
+            for values, encodes in zip(buckets, self._parts[segment].takes_codec, strict=True)
         ]
 
     def emit_decode(self, segment: int, buckets: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """See `Exchange.emit_decode`."""
-        kinds = zip(buckets, self._parts[segment].sizes, self._encodes(segment), strict=True)
+        part = self._parts[segment]
         return [
-            tf.cast(self._codec.emit_decode(_typed(bucket, tf.uint8), size), bucket.dtype) if encodes else bucket
-            for bucket, size, encodes in kinds
+            self._emit_decode(bucket, size) if encodes else bucket
+            for bucket, size, encodes in zip(buckets, part.sizes, part.takes_codec, strict=True)
         ]
 
-    def sizes(self, segment: int) -> list[int]:
+    def result_sizes(self, segment: int) -> list[int]:
         """See `Exchange.result_sizes`."""
         part = self._parts[segment]
-        kinds = zip(part.sizes, part.dtypes, self._encodes(segment), strict=True)
-        return [self._codec.num_bytes(size) // dtype.size if encodes else size for size, dtype, encodes in kinds]
+        return [
+            self._num_encodings * self._codec.num_bytes(size) // dtype.size if encodes else size
+            for size, dtype, encodes in zip(part.sizes, part.dtypes, part.takes_codec, strict=True)
+        ]
 
-    def _encodes(self, segment: int) -> list[bool]:
-        part = self._parts[segment]
-        kinds = zip(part.sizes, part.dtypes, part.exact, strict=True)
-        return [size > 0 and takes_codec(dtype, exact) for size, dtype, exact in kinds]
+    def _emit_decode(self, bucket: tf.Tensor, size: int) -> tf.Tensor:
+        data, length = with_dtype(bucket, tf.uint8), self._codec.num_bytes(size)
+        if self._num_encodings == 1:
+            return tf.cast(self._codec.emit_decode(data, size), bucket.dtype)
+        encodings = [data[i * length : (i + 1) * length] for i in range(self._num_encodings)]
+        return tf.cast(self._codec.emit_decode_sum(encodings, 1 / self._num_encodings, size), bucket.dtype)
 
 
-def find_encoding(membership: Membership, parts: Sequence[Packing], ways: Sequence[Way]) -> GraphEncoding | None:
+def find_encoding(context: ExchangeContext, parts: Sequence[Packing], ways: Sequence[Way]) -> GraphEncoding | None:
     """The encoding for an all-reduce of gradients, or None if the host encodes.
 
-    The host encodes if no GPU can do so, and if ranks choose a codec as they go, or keep what it loses. It also does so
-    in a world of two, whose mean is never encoded. And it does if a rank may need the means of another one, which may
-    have no GPU.
+    The host encodes if the operations do not run on a GPU, and if ranks choose a codec as they go, or keep what it
+    loses. It also does so if a rank may need the means of another one, which may have no GPU.
 
     Args:
-      membership: The ranks.
+      context: The tools of the exchange.
       parts: For each segment, the packing of its variables.
       ways: The ways to average.
     """
-    codec = ways[0].codec
+    codec, membership = ways[0].codec, context.membership
     if any(way.codec != codec for way in ways) or not isinstance(codec, Codec):
         return None
-    if not codec.is_divisible or codec.error_feedback or not runs_on_gpu():
+    if not codec.is_divisible or codec.error_feedback or not runs_on_gpu(context.trained):
         return None
-    if membership.world_size < 3 or membership.continue_without_lost:
+    if membership.world_size == 1 or membership.continue_without_lost:
         return None
-    return GraphEncoding(codec, parts)
+    is_pair = membership.world_size == 2 and ways[0].algorithm == "mesh"  # Two ranks do not choose an algorithm.
+    return GraphEncoding(codec, parts, num_encodings=1 + is_pair)
 
 
-def runs_on_gpu() -> bool:
-    """True if TensorFlow runs the operations of `hop_tf.ops` on a GPU."""
-    return sees_gpu() and build_info()["cuda"]
-
-
-def _typed(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """The bytes of a 1-D tensor, as values of another type."""
-    if dtype.size > tensor.dtype.size:
-        return tf.bitcast(tf.reshape(tensor, [-1, dtype.size // tensor.dtype.size]), dtype)
-    return tf.reshape(tf.bitcast(tensor, dtype), [-1])
+def runs_on_gpu(variables: Sequence[tf.Variable]) -> bool:
+    """True if the operations of `hop_tf.ops` run where these variables are, on a GPU."""
+    return any("GPU" in variable.device for variable in variables) and build_info()["cuda"]

@@ -27,7 +27,7 @@ from hop_tf.tensors.fifo import Fifo, MakeFifo
 from hop_tf.tensors.finite import are_finite
 from hop_tf.tensors.host import runs_on_host
 from hop_tf.tensors.joined import JoinedGroup
-from hop_tf.tensors.packing import Packing, takes_codec
+from hop_tf.tensors.packing import Packing
 
 
 def _start_thread(name: str, body: Callable[[], None]) -> threading.Thread:
@@ -121,10 +121,9 @@ class ExchangeContext:
 
             return LowRankMean(packing, codec, self.pool, make)
         encodes = codec != Identity()
-        takes = [takes_codec(*kind) for kind in zip(packing.dtypes, packing.exact, strict=True)]
         codecs = [
-            codec if encodes and takes_it else Identity(dtype=dtype.as_numpy_dtype)
-            for dtype, takes_it in zip(packing.dtypes, takes, strict=True)
+            codec if encodes and takes_codec else Identity(dtype=dtype.as_numpy_dtype)
+            for dtype, takes_codec in zip(packing.dtypes, packing.takes_codec, strict=True)
         ]
         return self.get_algorithm(algorithm)(
             self.membership,
@@ -133,7 +132,7 @@ class ExchangeContext:
             codecs=codecs,
             pool=self.pool,
             recovers=self.membership.continue_without_lost if recovers is None else recovers,
-            in_graph=takes if in_graph else None,
+            in_graph=packing.takes_codec if in_graph else None,
         )
 
 

@@ -30,11 +30,6 @@ def on_host() -> contextlib.AbstractContextManager:
         return _of_this_thread.scope
 
 
-def sees_gpu() -> bool:
-    """True if TensorFlow sees a GPU."""
-    return bool(tf.config.list_logical_devices("GPU"))
-
-
 def runs_on_host(body: Callable[[], None]) -> Callable[[], None]:
     """Returns the body of a thread, with its eager operations on the host."""
 

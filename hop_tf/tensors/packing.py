@@ -86,6 +86,11 @@ class Packing:
         self.sizes = tuple(sizes)
         self._slots = tuple(slots)
 
+    @property
+    def takes_codec(self) -> list[bool]:
+        """For each bucket, True if a codec encodes it."""
+        return [takes_codec(*kind) for kind in zip(self.dtypes, self.exact, strict=True)]
+
     def part(self, indices: Sequence[int]) -> Packing:
         """The packing of some of the tensors, in the same buckets. Some buckets may be empty."""
         return Packing([self.specs[index] for index in indices], self)

@@ -152,8 +152,8 @@ class Histogram {
 
 static_assert(kSignBin % Histogram::kBlockBins == 0);
 
-// Where in a table the codes of a bin's values are: the code of a value is as many places behind the first one as the
-// value's low bits say, without the last `shift` of them.
+// Where the codes of a bin's values are, one behind the other in a table. The code of a value is at `first` plus the
+// value's low bits, without the last `shift` of them.
 class Place {
  public:
   Place() = default;

@@ -11,6 +11,7 @@ import tensorflow as tf
 from hop_tf.codecs import Codec, ErrorFeedback, Identity
 from hop_tf.collectives.networks import Network
 from hop_tf.strategies.canary.layout import Piece
+from hop_tf.tensors.bits import with_dtype
 from hop_tf.tensors.buffers import BufferPool
 from hop_tf.tensors.packing import Packing
 
@@ -66,9 +67,7 @@ class PieceEncoding:
         whole values.
         """
         return [
-            tf.bitcast(tf.reshape(codec.emit_encode(values), [-1, values.dtype.size]), values.dtype)
-            if encodes
-            else values
+            with_dtype(codec.emit_encode(values), values.dtype) if encodes else values
             for codec, values, encodes in zip(self._codecs, buckets, self.is_encoded[colayer], strict=True)
         ]
 

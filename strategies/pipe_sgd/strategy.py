@@ -14,7 +14,7 @@ Training. NeurIPS 2018. Algorithm 1, with pipeline width K, at each worker:
 Keras updates at the end of a step. So the update of line 5 belongs to the previous step. Step t applies the gradient of
 step t - (K - 1), after it has submitted its own: K = 1 is synchronous training (the paper's D-Sync). We take the mean
 over the ranks instead of the sum. Lines 4 and 9 of the computation thread (the codec) run on the communication thread,
-where they are hidden, too. With a GPU, they may run there: see `hop_tf.runtime.graph_encoding`.
+where they are hidden, too. A GPU may run them instead: see `hop_tf.runtime.graph_encoding`.
 
 The paper computes at w[t - 1], which lacks the gradients in flight. With the momentum and rate of synchronous training,
 that costs some or all accuracy. So we compute at the weights to which this rank's own gradients would lead from

@@ -312,8 +312,15 @@ class CodecsTest(tf.test.TestCase, parameterized.TestCase):
         data = tf.function(codec.emit_encode)(tf.constant(values)).numpy()
         self.assertAllEqual(data, codec.encode(values, self.pool))
         self.assertEqual(data.size, codec.num_bytes(size))
+        self.assertAllEqual(self.decode(codec, self.received(np.zeros_like(data)), size), np.zeros(size))
         decoded = tf.function(lambda data: codec.emit_decode(data, size))(tf.constant(data)).numpy()
         self.assertAllEqual(decoded, self.decode(codec, self.received(data), size))
+        others = [codec.encode(_gradients(size, seed).astype(dtype), self.pool) for seed in (1, 2)]
+        parts = [self.received(each) for each in (data, *others)]
+        expected = np.empty(size, np.float32)
+        codec.decode_sum(parts, 1 / 3, expected)
+        mean = tf.function(lambda *parts: codec.emit_decode_sum(parts, 1 / 3, size))(*map(tf.constant, parts))
+        self.assertAllEqual(mean, expected)
         joined = np.zeros_like(data)
         for begin, end in itertools.pairwise((0, 3, 7, math.ceil(size / codec.granularity))):
             where = slice(begin * codec.granularity, min(end * codec.granularity, size))

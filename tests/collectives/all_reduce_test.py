@@ -147,9 +147,8 @@ class Job:
         mean, _ = self.means[rank, step]
         if not self._in_graph(rank):
             return mean
-        values = np.empty(self._size, np.float32)
-        self._codec.decode(mean.view(np.uint8), values)
-        return values
+        encodings = mean.view(np.uint8).reshape(-1, self._codec.num_bytes(self._size))
+        return np.mean([_decoded(self._codec, each, self._size) for each in encodings], axis=0)
 
     def expected(self, ranks, step):
         return np.mean([self.values(rank, step).astype(np.float64) for rank in ranks], axis=0)
@@ -197,6 +196,12 @@ class OftenDense(codecs.TopK):
 
     def at_step(self, step):
         return dataclasses.replace(self, ratio=(0.05, 0.9)[(step + 1) // 2 % 2])
+
+
+def _decoded(codec, data, size):
+    values = np.empty(size, np.float32)
+    codec.decode(data, values)
+    return values
 
 
 def _random_links(seed):
@@ -252,27 +257,31 @@ class AllReduceTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
         algorithm=tuple(ALGORITHMS),
         name=("truncate16", "int8"),
-        num_encoded=(1, 5),
+        world=((5, 1), (5, 5), (2, 1), (2, 2)),
         num_steps=(1, 2),
     )
-    @pytest.mark.stress(but=6)
-    def test_values_that_the_graph_encodes(self, algorithm, name, num_encoded, num_steps):
+    @pytest.mark.stress(but=12)
+    def test_values_that_the_graph_encodes(self, algorithm, name, world, num_steps):
         """A rank whose graph encodes, and decodes, averages with others as if its own values had been rounded before.
 
         The last rank ends one step earlier.
         """
+        world_size, num_encoded = world
 
         class Rounded(Job):
             def values(self, rank, step):
                 values = super().values(rank, step)
                 if rank < num_encoded:
-                    _CODECS[name].decode(_CODECS[name].encode(values.copy(), self.cluster.pool), values)
+                    values = _decoded(_CODECS[name], _CODECS[name].encode(values, self.cluster.pool), values.size)
                 return values
 
         settings = {"algorithm": algorithm, "codec": _CODECS[name]}
-        jobs = [Job(5, **settings, in_graph=lambda rank: rank < num_encoded), Rounded(5, **settings)]
+        jobs = [
+            Job(world_size, **settings, in_graph=lambda rank: rank < num_encoded),
+            Rounded(world_size, **settings),
+        ]
         for job in jobs:
-            job.run(lambda rank: num_steps - (rank == 4))
+            job.run(lambda rank: num_steps - (rank == world_size - 1))
         for rank, step in jobs[0].means:
             self.assertAllEqual(jobs[0].mean(rank, step), jobs[0].mean(0, step))
             self.assertAllClose(jobs[0].mean(rank, step), jobs[1].mean(rank, step), rtol=1e-6)

@@ -1,6 +1,6 @@
 """Tests how much crosses between the host and a GPU in a step: each bucket once there and once back, and little else.
 
-With a codec, encoded buckets cross, if there are more than two ranks.
+With a codec, encoded buckets cross.
 
 The second processor of `make_two_devices` stands for a GPU. TensorFlow divides a step into a graph for each device. For
 each tensor that one device computes and another one needs, it adds a pair of operations, `_Send` and `_Recv`. So what
@@ -106,7 +106,7 @@ def _crossings(name, settings, train):
     context.context().enable_graph_collection()
     traced, found = _Traced(), []
     seen = mock.patch.object(tf.config, "list_logical_devices", with_gpu)
-    with noting_operations(traced.keep), seen, mock.patch.object(graph_encoding, "runs_on_gpu", lambda: True):
+    with noting_operations(traced.keep), seen, mock.patch.object(graph_encoding, "runs_on_gpu", lambda variables: True):
         strategy = MEMBERS[name].make(devices=[_DEVICE], **settings)
         for num_layers in _NUM_LAYERS:
             train(strategy, num_layers)
@@ -176,8 +176,9 @@ class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
             for num_layers, crossings in zip(_NUM_LAYERS, of_rank, strict=True):
                 num_values = num_layers * (_WIDTH + 1) * _WIDTH
                 to_host = to_device = 4 * num_values
-                if num_ranks > 2:  # Otherwise, no mean is encoded.
-                    to_host = to_device = _NUM_BYTES[settings["codec"]](num_values)
+                if "codec" in settings:
+                    to_host = _NUM_BYTES[settings["codec"]](num_values)
+                    to_device = to_host * (2 if num_ranks == 2 else 1)  # Two ranks get both encodings.
                 if name == "canary":  # The weights, when training begins; and the sketch in every step.
                     to_host += num_values + 4 * 256
                 batch = 4 * _BATCH_SIZE * _WIDTH * (2 if train is _fit else 1)

@@ -240,7 +240,7 @@ class ReplayTest(tf.test.TestCase, parameterized.TestCase):
     def test_equals_the_reference_with_codec(self, codec, in_graph):
         """The first steps are equal, except for values at the border of two codes, which may get either code."""
         name, reference = codec
-        with mock.patch.object(graph_encoding, "runs_on_gpu", lambda: in_graph):
+        with mock.patch.object(graph_encoding, "runs_on_gpu", lambda variables: in_graph):
             cluster = _cluster(3, pipeline_width=3, codec=name, num_segments=1 + in_graph)
             results = cluster.run(lambda strategy: _train(strategy, "momentum"))
         update = _OPTIMIZERS["momentum"][1]

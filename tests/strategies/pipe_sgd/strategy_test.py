@@ -181,7 +181,7 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
     def test_equals_algorithm_1_with_codec(self, codec, in_graph):
         """The mean passes through a NumPy codec, too. A value at the border of two codes may get either code."""
         name, reference = codec
-        with mock.patch.object(graph_encoding, "runs_on_gpu", lambda: in_graph):
+        with mock.patch.object(graph_encoding, "runs_on_gpu", lambda variables: in_graph):
             results = _cluster(3, codec=name).run(_train_least_squares)
         expected = _algorithm_1(3, 2, 0, 2, mesh_mean(reference, encodes_own=in_graph))
         without = _algorithm_1(3, 2, 0, 2)
@@ -190,6 +190,21 @@ class PipeSGDTest(tf.test.TestCase, parameterized.TestCase):
         self.assertGreater(np.mean(np.isclose(history[:4], expected[:4], atol=1e-5)), 0.9)
         for other, _ in results:
             self.assertAllEqual(other, history)
+
+    @parameterized.product(codec=("int8", "truncate16"), algorithm=("mesh", "ring"))
+    @pytest.mark.stress(after=1)
+    @pytest.mark.slow
+    def test_two_ranks_whose_gpus_encode(self, codec, algorithm):
+        """Over a mesh, they get what their hosts would compute, to the bit."""
+        histories = []
+        for in_graph in (False, True):
+            with mock.patch.object(graph_encoding, "runs_on_gpu", lambda variables, in_graph=in_graph: in_graph):
+                results = _cluster(2, codec=codec, algorithm=algorithm).run(_train_least_squares)
+            self.assertAllEqual(*(history for history, _ in results))
+            histories.append(results[0][0])
+        if algorithm == "mesh":
+            self.assertAllEqual(*histories)
+        self.assertAllClose(histories[1][-1], _algorithm_1(2, 2, 0, 2)[-1], atol=0.1)
 
     @parameterized.parameters(
         codecs.TopK(ratio=0.5, error_feedback=True),
