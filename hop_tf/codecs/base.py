@@ -66,7 +66,7 @@ class Codec(abc.ABC):
 
     @property
     def encodes_in_graph(self) -> bool:
-        """True if the graph may encode a vector of which other parts are sent to each rank.
+        """True if the graph may encode a vector as a whole, and ranks then send parts of it, times factors.
 
         Such a codec has `emit_encode`, `part` and `accumulate_part`.
         """
