@@ -95,7 +95,7 @@ class _Divided:
         return size
 
 
-def _crossings(name, settings, train):
+def _crossings(name, settings, is_loop):
     """Trains a small and a large model in a process of its own; returns what crosses in a step of each."""
     make_two_devices()
     devices = tf.config.list_logical_devices
@@ -109,7 +109,7 @@ def _crossings(name, settings, train):
     with noting_operations(traced.keep), seen, mock.patch.object(graph_encoding, "runs_on_gpu", lambda variables: True):
         strategy = MEMBERS[name].make(devices=[_DEVICE], **settings)
         for num_layers in _NUM_LAYERS:
-            train(strategy, num_layers)
+            (_loop if is_loop else _fit)(strategy, num_layers)
             found.append(list(_Divided(context.context().export_run_metadata(), traced).crossings()))
         strategy.shutdown()
     return found
@@ -154,23 +154,23 @@ class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
         ("pipe_sgd", {"pipeline_width": 2, "codec": "int8"}, 13),
         ("pipe_sgd", {"pipeline_width": 2, "codec": "int8"}, 13, 3),
         ("pipe_sgd", {"pipeline_width": 1, "codec": "truncate16"}, 10, 3),
-        ("pipe_sgd", {"pipeline_width": 2}, 14, NUM_RANKS, _loop),
+        ("pipe_sgd", {"pipeline_width": 2}, 14, NUM_RANKS, True),
         ("dts", {"delay": 4, "interval": 4}, 19),
         ("canary", {}, 18),
         ("hop", {"num_backup_workers": 1}, 8),
         ("hop", {"interval": 2}, 10),
         ("shat", {}, 8),
         ("dts", {}, 28),
-        ("dts", {"delay": 4, "interval": 4}, 25, NUM_RANKS, _loop),
+        ("dts", {"delay": 4, "interval": 4}, 25, NUM_RANKS, True),
         ("dts", {"delay": 4, "interval": 2}, 24),
         ("pipe_sgd", {"pipeline_width": 3}, 13),
         ("canary_synchronous", {}, 10),
         ("hop", {"max_staleness": 3}, 8),
     )
     @pytest.mark.slow(after=6)
-    def test_buckets_cross_once(self, name, settings, num_events, num_ranks=NUM_RANKS, train=_fit):
+    def test_buckets_cross_once(self, name, settings, num_events, num_ranks=NUM_RANKS, is_loop=False):
         num_ps = MEMBERS[name].num_ps
-        with MultiProcessRunner(_crossings, num_ranks, num_ps=num_ps, args=(name, settings, train)) as runner:
+        with MultiProcessRunner(_crossings, num_ranks, num_ps=num_ps, args=(name, settings, is_loop)) as runner:
             values = runner.join().raise_for_errors().values
         for of_rank in values:
             for num_layers, crossings in zip(_NUM_LAYERS, of_rank, strict=True):
@@ -181,7 +181,7 @@ class CrossingsTest(tf.test.TestCase, parameterized.TestCase):
                     to_device = to_host * (2 if num_ranks == 2 else 1)  # Two ranks get both encodings.
                 if name == "canary":  # The weights, when training begins; and the sketch in every step.
                     to_host += num_values + 4 * 256
-                batch = 4 * _BATCH_SIZE * _WIDTH * (2 if train is _fit else 1)
+                batch = 4 * _BATCH_SIZE * _WIDTH * (1 if is_loop else 2)
                 self.assertBetween(_num_bytes(crossings, to_host=True), to_host, to_host + _BESIDE)
                 self.assertBetween(_num_bytes(crossings, to_host=False) - batch, to_device, to_device + _BESIDE)
                 self.assertEqual(sum(to_host for to_host, _ in crossings), num_events)
