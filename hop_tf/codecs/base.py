@@ -103,7 +103,7 @@ class Codec(abc.ABC):
         """Decodes a vector.
 
         Args:
-          data: The output of `encode`: 1-D uint8 array, 64-byte aligned.
+          data: The output of `encode`: 1-D uint8 array. Decoding is faster if it is 64-byte aligned.
           out: 1-D array of float32 or float64 that takes the values.
 
         Raises:
@@ -134,7 +134,10 @@ class Codec(abc.ABC):
         raise NotImplementedError(f"{self} does not decode in the graph.")
 
     def emit_decode_sum(self, parts: Sequence[tf.Tensor], factor: float, num_values: int) -> tf.Tensor:
-        """Emits the ops that decode vectors, and add them up as `decode_sum` does, to the bit.
+        """Emits the ops that decode vectors, and add them up as `decode_sum` does.
+
+        Results are equal to the bit, except those that come from numbers below 2^-118: TensorFlow's operations take
+        numbers below 2^-126 for zeros.
 
         Args:
           parts: Two or more encoded vectors: see `data` of `emit_decode`.

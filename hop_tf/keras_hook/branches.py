@@ -29,7 +29,8 @@ def when(
       condition: Bool scalar. If it is a Python bool, or if no graph is traced, only the branch that runs is emitted.
       emit: Emits the operations that run if `condition` holds.
       otherwise: Emits the operations that run if it does not. Default: none.
-      usually: True if the condition holds in most steps, so that branches are built into the step. Default False.
+      usually: True to build branches into the step: if the condition holds in most steps, or if a branch may fail. The
+        error of a function may come after those of operations that it has cancelled. Default False.
     """
     if isinstance(condition, bool):
         (emit if condition else otherwise or _nothing)()

@@ -187,7 +187,8 @@ class Assignments:
 
         with tf.device("/cpu:0"):
             is_assigned = watched.is_assigned()
-        when(is_assigned, take_or_fail)
+        # Built into the step: if a function failed, the rest of the step would often be cancelled, and fail, before it.
+        when(is_assigned, take_or_fail, usually=True)
 
     def _refuse(self, variables: Sequence[tf.Variable], when: str) -> None:
         if variables:

@@ -1,7 +1,7 @@
 """`GraphEncoding`: the training graph encodes gradients, and decodes their means, on a GPU.
 
 Without it, values of full length cross to the host and back, and the host encodes and decodes them. With int8, a
-quarter of the bytes crosses, and the host encodes sums only.
+quarter of the bytes crosses, or half of them on the way back to one of two ranks. The host encodes sums only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hop_tf.codecs import Codec
 from hop_tf.ops import build_info
+from hop_tf.ops.arguments import MAX_VALUES
 from hop_tf.runtime.group import ExchangeContext
 from hop_tf.runtime.ways import Way
 from hop_tf.tensors.bits import with_dtype
@@ -70,7 +71,8 @@ def find_encoding(context: ExchangeContext, parts: Sequence[Packing], ways: Sequ
     """The encoding for an all-reduce of gradients, or None if the host encodes.
 
     The host encodes if the operations do not run on a GPU, and if ranks choose a codec as they go, or keep what it
-    loses. It also does so if a rank may need the means of another one, which may have no GPU.
+    loses. It also does so if a rank may need the means of another one, which may have no GPU, and if a bucket is too
+    large for one operation.
 
     Args:
       context: The tools of the exchange.
@@ -83,6 +85,8 @@ def find_encoding(context: ExchangeContext, parts: Sequence[Packing], ways: Sequ
     if not codec.is_divisible or codec.error_feedback or not runs_on_gpu(context.trained):
         return None
     if membership.world_size == 1 or membership.continue_without_lost:
+        return None
+    if max(size for part in parts for size in part.sizes) > MAX_VALUES:
         return None
     is_pair = membership.world_size == 2 and ways[0].algorithm == "mesh"  # Two ranks do not choose an algorithm.
     return GraphEncoding(codec, parts, num_encodings=1 + is_pair)

@@ -23,11 +23,13 @@ _ON_GPUS = {"AddV2", "Bitcast", "Cast", "ConcatV2", "Const", "Mul", "Reshape", "
 _PARTS = [Packing([TensorSpec("kernel", (600,), tf.float32), TensorSpec("mean", (5,), tf.float32, exact=True)])]
 
 
-def _find(codec, algorithm="mesh", world_size=3, ways=None, continues=False, device=_GPU, has_kernels=True):
+def _find(
+    codec, algorithm="mesh", world_size=3, ways=None, continues=False, device=_GPU, has_kernels=True, parts=_PARTS
+):
     membership = types.SimpleNamespace(world_size=world_size, continue_without_lost=continues)
     context = types.SimpleNamespace(membership=membership, trained=[types.SimpleNamespace(device=device)])
     with mock.patch.object(graph_encoding, "build_info", lambda: {"cuda": has_kernels}):
-        return graph_encoding.find_encoding(context, _PARTS, ways or list_ways(algorithm, codec, world_size))
+        return graph_encoding.find_encoding(context, parts, ways or list_ways(algorithm, codec, world_size))
 
 
 class GraphEncodingTest(tf.test.TestCase, parameterized.TestCase):
@@ -74,6 +76,7 @@ class GraphEncodingTest(tf.test.TestCase, parameterized.TestCase):
         (_INT8, {"continues": True}),
         (_INT8, {"device": _CPU}),
         (_INT8, {"has_kernels": False}),
+        (_INT8, {"parts": [Packing([TensorSpec("large", (1 << 31,), tf.float32)])]}),
     )
     def test_leaves_it_to_the_host(self, codec, settings=None):
         self.assertIsNone(_find(codec, **(settings or {})))

@@ -223,6 +223,24 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
 
         self._assert_refused(name, run, "between two training steps")
 
+    @parameterized.product(name=_KEEPS_A_COPY, device=("CPU:1", "CPU:0"), trial=(0, 1, 2))
+    @pytest.mark.stress(after=4)
+    def test_between_two_steps_of_a_loop(self, name, device, trial):
+        """The refusal is what the program sees, not the error of an operation that was cancelled by it."""
+        del trial
+
+        def run(strategy):
+            model = _linear(strategy)
+            step = _loop_step(model, model.optimizer, strategy)
+            for _ in range(2):
+                step()
+            model.layers[0].kernel.assign(tf.fill([6, 1], 7.0))
+            with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "weights were assigned between two training"):
+                step()
+
+        member, settings = _MEMBERS[name]
+        member.run(run, devices=[device], **settings)
+
     @parameterized.product(name=[*_WITH_LOOPS, "shat_interval"], how=["synchronize", "fit"])
     @pytest.mark.slow(after=1)
     @pytest.mark.stress(but=4)
