@@ -49,7 +49,7 @@ from hop_tf.codecs import Codec, Sparse
 from hop_tf.collectives.ended_steps import EndedSteps
 from hop_tf.collectives.mean import Mean
 from hop_tf.collectives.operation import Mailbox, Operation, Participants, RanksChanged
-from hop_tf.collectives.vectors import Arrays, SparseVector, Vectors, Where, make_vector
+from hop_tf.collectives.vectors import Arrays, SparseVector, Vectors, Where, vector_class
 from hop_tf.errors import ProtocolError
 from hop_tf.membership.session import Membership
 from hop_tf.tensors.buffers import BufferPool
@@ -114,11 +114,10 @@ class AllReduce(Mean):
         self._lane = lane
         self._mailbox = Mailbox(membership, f"all_reduce/{name}")
         self._ended_steps = EndedSteps(membership, name, pool) if recovers else None
-        arguments = (chunk_values, pool, self.passes_sums, membership.recorder)
-        self._vectors = [
-            make_vector(size, codec, *arguments, in_graph=encoded, in_pair=self._goes_both_ways)
-            for size, codec, encoded in zip(sizes, codecs, in_graph or [False] * len(sizes), strict=True)
-        ]
+        self._vectors = []
+        for size, codec, encoded in zip(sizes, codecs, in_graph or [False] * len(sizes), strict=True):
+            member = vector_class(codec, in_graph=encoded, in_pair=self._goes_both_ways)
+            self._vectors.append(member(size, codec, chunk_values, pool, self.passes_sums, membership.recorder))
         self._participants: Participants | None = None  # Of the last attempt.
         self._joints: dict[tuple[int, ...], Vectors] = {}  # By the indices of the vectors that travel together.
 

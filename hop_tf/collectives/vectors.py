@@ -32,7 +32,7 @@ def _timed(method: Callable) -> Callable:
 
 
 class Vector:
-    """One of the vectors: cuts, encodes and sums it. For the arguments, see `make_vector`.
+    """One of the vectors: cuts, encodes and sums it. For the arguments, see `AllReduce`.
 
     Attributes:
       seconds: Time spent on work for this vector alone. `Vectors` counts the rest.
@@ -349,22 +349,14 @@ def goes_sparse(codec: Sparse, num_ranks: int) -> bool:
     return num_ranks * codec.bytes_per_value <= 2 * codec.dense.bytes_per_value
 
 
-def make_vector(
-    size: int,
-    codec: Codec,
-    chunk_values: int,
-    pool: BufferPool,
-    passes_sums: bool,
-    recorder: Recorder | None,
-    *,
-    in_graph: bool = False,
-    in_pair: bool = False,
-) -> Vector:
-    """Makes the member of `Vector` for a codec. For the arguments, see `AllReduce`.
+def vector_class(codec: Codec, *, in_graph: bool, in_pair: bool) -> type[Vector]:
+    """The member of `Vector` for a codec.
 
-    `in_pair` is True if two ranks send each other whole vectors.
+    Args:
+      codec: See `AllReduce`.
+      in_graph: See `AllReduce`.
+      in_pair: True if two ranks send each other whole vectors.
     """
-    member = SparseVector if isinstance(codec, Sparse) else Vector
     if in_graph:
-        member = EncodedPair if in_pair else EncodedVector
-    return member(size, codec, chunk_values, pool, passes_sums, recorder)
+        return EncodedPair if in_pair else EncodedVector
+    return SparseVector if isinstance(codec, Sparse) else Vector

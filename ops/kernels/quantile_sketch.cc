@@ -150,7 +150,9 @@ class Histogram {
   std::vector<uint8_t> is_used_;  // For each block.
 };
 
-static_assert(kSignBin % Histogram::kBlockBins == 0);
+// The ranges of bins that are looked at begin and end with a block.
+static_assert(kSignBin % Histogram::kBlockBins == 0 && kFirstNormalBin % Histogram::kBlockBins == 0 &&
+              kInfinityBin % Histogram::kBlockBins == 0);
 
 // Where the codes of a bin's values are, one behind the other in a table. The code of a value is at `first` plus the
 // value's low bits, without the last `shift` of them.

@@ -72,6 +72,16 @@ def _loop_step(model, optimizer, strategy):
     return tf.function(replica_step if strategy is None else lambda: strategy.run(replica_step))
 
 
+def _assigned_in_a_loop(strategy):
+    """Assigns a weight after some steps of a loop. Returns the model, and the step."""
+    model = _linear(strategy)
+    step = _loop_step(model, model.optimizer, strategy)
+    for _ in range(3):
+        step()
+    model.layers[0].kernel.assign(tf.fill([6, 1], 7.0))
+    return model, step
+
+
 def _kernel_in_the_end(model, strategy):
     """Returns the mean over ranks."""
     if strategy is not None:
@@ -230,11 +240,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
         del trial
 
         def run(strategy):
-            model = _linear(strategy)
-            step = _loop_step(model, model.optimizer, strategy)
-            for _ in range(2):
-                step()
-            model.layers[0].kernel.assign(tf.fill([6, 1], 7.0))
+            _, step = _assigned_in_a_loop(strategy)
             with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "weights were assigned between two training"):
                 step()
 
@@ -248,11 +254,7 @@ class ProgramsAssignmentsTest(tf.test.TestCase, parameterized.TestCase):
         """Merging, by `synchronize` or a following `fit`, does not take such weights back in silence."""
 
         def run(strategy):
-            model = _linear(strategy)
-            step = _loop_step(model, model.optimizer, strategy)
-            for _ in range(3):
-                step()
-            model.layers[0].kernel.assign(tf.fill([6, 1], 7.0))
+            model, _ = _assigned_in_a_loop(strategy)
             try:
                 if how == "fit":
                     model.compile(keras.optimizers.SGD(0.0), "mse")
